@@ -31,6 +31,7 @@ _REFUSALS = _FULL | _FORBIDDEN | _WRONG_PATH
 ROOT = Path(__file__).resolve().parents[1]
 """The folder of this project."""
 _REQUIRED: Any = object()
+_AGAIN = " Restore the folder from a copy, or run the command that made it again."
 
 
 @contextlib.contextmanager
@@ -217,7 +218,7 @@ def read_yaml(path: Path, expected: str) -> dict[str, Any]:
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file.") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}.") from None
+        raise ConfigError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}. Save it as UTF-8.") from None
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise ConfigError(f"{path}:{line}: not valid YAML: {error.problem}.") from None
@@ -235,15 +236,16 @@ def read_manifest(directory: Path, error: type[UserError]) -> dict[str, Any]:
         error: it is missing, is not JSON, or does not list files with their sizes and hashes; names the file.
     """
     path = directory / MANIFEST
-    manifest = read_json(path, error)
-    files = manifest.get("files") if isinstance(manifest, dict) else None
-    if not isinstance(files, dict):
-        raise error(f'{path}: not a manifest: expected "files" with file names, got {json.dumps(manifest)[:60]}.')
-    for name, facts in files.items():
-        if not (isinstance(facts, dict) and type(facts.get("bytes")) is int and isinstance(facts.get("sha256"), str)):
-            raise error(
-                f'{path}: not a manifest: expected "bytes" and "sha256" of {name!r}, got {json.dumps(facts)[:60]}.'
-            )
+    try:
+        manifest = read_json(path, error)
+        files = manifest.get("files") if isinstance(manifest, dict) else None
+        if not isinstance(files, dict):
+            raise error(f'{path}: not a manifest: expected "files" with file names, got {json.dumps(manifest)[:60]}.')
+        for name, facts in files.items():
+            if not isinstance(facts, dict) or [type(facts.get(key)) for key in ("bytes", "sha256")] != [int, str]:
+                raise error(f'{path}: expected "bytes" and "sha256" of {name!r}, got {json.dumps(facts)[:60]}.')
+    except error as problem:
+        raise error(f"{problem}{_AGAIN}") from None
     return manifest
 
 
@@ -346,15 +348,14 @@ def _sweep(final: Path) -> None:
 
 
 def defect(directory: Path, hashes: bool = True) -> str | None:
-    """The first defect of a folder made by `new_directory`: its manifest, or a missing, short or altered file.
-    None if it has no defect.
+    """The first defect of a folder made by `new_directory`, or None: its manifest, or a missing, short or altered file.
 
     hashes: if False, compare only sizes, so an altered file of the same size is not detected.
     """
     try:
         manifest = read_manifest(directory, RunError)
     except RunError as error:
-        return str(error)
+        return str(error).removesuffix(_AGAIN)
     for name, facts in manifest["files"].items():
         path = directory / name
         try:

@@ -248,7 +248,8 @@ def throttle(runs: Path, exp_ids: Sequence[str], max_running: int) -> None:
     ]
     if not queued_jobs:
         raise LaunchError(
-            "\n".join(dict.fromkeys(messages.values())) or "--job_option throttle: none of these experiments is queued."
+            "\n".join(dict.fromkeys(messages.values()))
+            or "--job_option throttle: none of these experiments is queued. Check them with --job_option status."
         )
     for launcher, job_ids in tracking.group_by_scheduler(queued_jobs):
         launcher.throttle(job_ids, max_running)
@@ -277,7 +278,9 @@ def _kill(runs: Path, exp_ids: Sequence[str], all_or_none: bool = False) -> None
             by_hand = "runs, but not as a job: stop it where it was started"
             log.info("%s: %s", exp_id, by_hand if state == "running" else "has no job to kill")
     if messages and all_or_none:
-        raise LaunchError("\n".join([*dict.fromkeys(messages.values()), "Nothing was killed or started over."]))
+        raise LaunchError(
+            "\n".join([*dict.fromkeys(messages.values()), "Nothing was killed or started over. Try again later."])
+        )
     launchers = tracking.group_by_scheduler((job.launcher, job.job_id) for job in alive.values() if job.launcher)
     for launcher, ids in launchers:
         launcher.kill(ids)
@@ -285,7 +288,7 @@ def _kill(runs: Path, exp_ids: Sequence[str], all_or_none: bool = False) -> None
         _wait_until_gone(launchers)
         log.info("killed: %d", len(alive))
     if messages:
-        raise LaunchError("\n".join(dict.fromkeys(messages.values())))
+        raise LaunchError("\n".join([*dict.fromkeys(messages.values()), "Try again later."]))
 
 
 def _wait_until_gone(launchers: Sequence[tuple[LauncherConfig, list[str]]]) -> None:
@@ -304,5 +307,5 @@ def _wait_until_gone(launchers: Sequence[tuple[LauncherConfig, list[str]]]) -> N
             return
         if time.monotonic() > until:
             message = f"{', '.join(remaining)}: still running {GONE_SECONDS:g} s after the kill."
-            raise LaunchError(f"{message} Look again later.{scheduler_error}")
+            raise LaunchError(f"{message} Check again later with --job_option status.{scheduler_error}")
         time.sleep(_POLL_SECONDS)

@@ -278,7 +278,7 @@ def check(args: argparse.Namespace, processes: int) -> None:
     if args.job_option != "status" and (args.state or args.json or args.watch is not None):
         raise ConfigError("--state, --json and --watch: only for --job_option status. Add it, or leave them out.")
     if (args.job_option == "throttle") != (args.max_running is not None):
-        raise ConfigError("--job_option throttle and --max_running N: each needs the other.")
+        raise ConfigError("--job_option throttle and --max_running N: each needs the other. Give both, or neither.")
     if args.watch is not None and not args.watch > 0:
         raise ConfigError(f"--watch: expected seconds above 0, got {args.watch:g}.")
     if args.python_binary and not args.job_scheduler:

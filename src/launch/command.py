@@ -97,7 +97,9 @@ def _check_variables(environment: dict[str, str]) -> dict[str, str]:
         if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
             raise ValueError(f"expected the name of an environment variable, got {name!r}.")
         if "\0" in value:
-            raise ValueError(f"the value of {name} contains a zero byte, which environment variables cannot.")
+            raise ValueError(
+                f"the value of {name} contains a zero byte, which environment variables cannot. Remove it."
+            )
         if _looks_like_a_key(name, value):
             raise ValueError(
                 f"{name} looks like a secret, which the job and its files would expose. "
@@ -109,7 +111,7 @@ def _check_variables(environment: dict[str, str]) -> dict[str, str]:
 
 def _check_word(word: str) -> str:
     if "\0" in word:
-        raise ValueError(f"a zero byte, which command arguments cannot contain, in {word!r}.")
+        raise ValueError(f"a zero byte, which command arguments cannot contain, in {word!r}. Remove it.")
     return word
 
 
@@ -161,7 +163,7 @@ class QueueConfig(LauncherConfig):
         if changed := [name for name in self.SUBMISSION_SETTINGS if getattr(config, name) != getattr(self, name)]:
             raise LaunchError(
                 f"{job.exp_id}: overrides cannot change {changed[0]} of the launcher {self.name}: "
-                "all jobs of a submission share it."
+                "all jobs of a submission share it. Remove it from the override, or submit this experiment on its own."
             )
         return config
 

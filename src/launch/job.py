@@ -135,7 +135,10 @@ class LauncherConfig(Component):
         Raises:
             LaunchError: this launcher cannot, or the scheduler refuses.
         """
-        raise LaunchError(f"launcher {self.name}: cannot change how many queued jobs run at a time. Only Slurm can.")
+        raise LaunchError(
+            f"launcher {self.name}: cannot change how many queued jobs run at a time. Only slurm can. "
+            "To stop some of them, use --job_option kill."
+        )
 
 
 def bind_launcher(raw: object) -> LauncherConfig:

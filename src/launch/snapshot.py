@@ -95,7 +95,7 @@ def _collect_files(root: Path, leave_out: Sequence[Path]) -> _CodeFiles:
         except FileNotFoundError:
             continue  # tracked by git and deleted, or a broken link
     if not files:
-        raise LaunchError(f"{root}: contains no code.")
+        raise LaunchError(f"{root}: contains no code to copy for the jobs. Are all its files ignored by .gitignore?")
     return files
 
 

@@ -148,7 +148,9 @@ def read(runs: Path, name: str) -> Submission:
     """
     folder = runs.resolve() / FOLDER / name
     if not re.fullmatch(r"[\w-]+", name):
-        raise LaunchError(f"{runs / FOLDER}: {name!r} is not the name of a submission.")
+        raise LaunchError(
+            f"{runs / FOLDER}: {name!r} is not the name of a submission. Use the name of a folder in there."
+        )
     result = read_json(folder / INTENT, LaunchError)
     try:
         experiments = tuple(map(str, result["experiments"]))

@@ -79,7 +79,8 @@ class Options:
             refuse_without_fsdp(self)
         if processes % self.fsdp_replicas:
             raise ConfigError(
-                f"--fsdp_replicas {self.fsdp_replicas}: {processes} processes cannot be divided into equal parts."
+                f"--fsdp_replicas {self.fsdp_replicas}: {processes} processes cannot be divided into equal parts. "
+                f"Use a divisor of {processes}."
             )
 
     def save_intervals(self, eval_every: int) -> tuple[int, ...]:

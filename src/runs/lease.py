@@ -271,7 +271,10 @@ def _open_guard(path: Path, create: bool) -> int:
             if not create:
                 raise
             if time.monotonic() > until:  # not just moved away between the two lines above
-                raise RunError(f"{path}: cannot create the save directory: it disappears each time.") from None
+                raise RunError(
+                    f"{path}: cannot create the save directory: it disappears each time. "
+                    "Stop the program that deletes it."
+                ) from None
             time.sleep(_POLL_SECONDS)
             continue
         try:

@@ -174,7 +174,7 @@ def _select(groups: Groups, text: str) -> tuple[str, Sequence[int]]:
     if not isinstance(group, list):
         raise ConfigError(f"{name}: expected a list of experiments, got {type(group).__name__}.")
     if not group:
-        raise ConfigError(f"{name}: has no experiments.")
+        raise ConfigError(f"{name}: has no experiments. Add one to its list in exp_configs.py.")
     if match is None:
         return name, range(len(group))
     if int(match[2]) >= len(group):
@@ -250,7 +250,7 @@ def find(prefix: str, known_items: Mapping[str, PlannedExperiment], runs: Path) 
         if item.exp_id != prefix:
             raise RunError(f"{file}: its canonical id is {item.exp_id}, not {prefix}. Train that one with -e.")
     else:
-        raise ConfigError(f"--exp_id {prefix}: neither in exp_configs.py nor in {runs}.")
+        raise ConfigError(f"--exp_id {prefix}: neither in exp_configs.py nor in {runs}. Check the id and -sb.")
     return replace(item, groups=tuple(run.groups) or item.groups)
 
 

@@ -194,7 +194,9 @@ def read_score_list(path: Path) -> list[dict[str, Any]]:
         rows = _ScoreListReader(content).load()
     except Exception as error:  # noqa: BLE001  a damaged pickle raises anything: MemoryError, RecursionError, AttributeError, …
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise DataError(f"{path}: damaged: expected a pickled list of dicts of numbers, got {reason}.") from None
+        raise DataError(
+            f"{path}: damaged: expected a pickled list of dicts of numbers, got {reason}. Restore it from a copy."
+        ) from None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise DataError(f"{path}: expected a pickled list of dicts, got {type(rows).__name__}.")
     return rows
@@ -338,5 +340,8 @@ def _parse(line: bytes, where: str) -> Row:
         reason = str(error).removeprefix(f"{where}: ")
         raise DataError(f"{where}: not a row of scores: {reason} Remove this line, or start over with -r 1.") from None
     if not _is_row(row):
-        raise DataError(f"{where}: expected a row with an int 'step', got {line[:60].decode(errors='replace')!r}.")
+        raise DataError(
+            f"{where}: expected a row with an int 'step', got {line[:60].decode(errors='replace')!r}. "
+            "Remove this line, or start over with -r 1."
+        )
     return row

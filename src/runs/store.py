@@ -61,7 +61,8 @@ class SavedRun:
         """The dict of the experiment. RunError also if its id is not the directory's name."""
         if (identity := exp_id(self.foreign_exp)) != self.name:
             raise RunError(
-                f"{self.path / EXP_DICT}: its id is {identity}, not the name of its directory. It was edited or moved."
+                f"{self.path / EXP_DICT}: its id is {identity}, not the name of its directory. "
+                "Undo the edit, or give the directory its old name."
             )
         return self.foreign_exp
 
@@ -203,7 +204,10 @@ class SavedRun:
             RunError: the remarks are damaged, or the disk refuses.
         """
         if self.is_foreign:
-            raise RunError(f"{self.path}: another program made this directory, so it cannot have remarks.")
+            raise RunError(
+                f"{self.path}: another program made this directory, so it cannot have remarks. "
+                "Name a run of trainval.py."
+            )
         with directory_lock(self.path):
             tags, old = SavedRun(self.path).remarks
             removed_tags = set(remove)

@@ -55,7 +55,10 @@ def generation_options(args: argparse.Namespace) -> dict[str, Any]:
         ConfigError: a number is out of range.
     """
     if args.max_new_tokens < 1 or not 0 <= args.temperature < math.inf or not 0 < args.top_p <= 1:
-        raise ConfigError("expected --max_new_tokens >= 1, --temperature >= 0, and 0 < --top_p <= 1.")
+        raise ConfigError(
+            "expected --max_new_tokens >= 1, --temperature >= 0, and 0 < --top_p <= 1, "
+            f"got {args.max_new_tokens}, {args.temperature:g} and {args.top_p:g}."
+        )
     sampling = (
         {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p}
         if args.temperature

@@ -128,5 +128,6 @@ def require_room(model: Any, tokens: int, new_tokens: int) -> None:
     longest = getattr(model.config, "max_position_embeddings", None)
     if longest and tokens + new_tokens > longest:
         raise ConfigError(
-            f"{tokens} tokens and max_new_tokens {new_tokens} exceed the {longest} positions of the model."
+            f"{tokens} tokens and max_new_tokens {new_tokens} exceed the {longest} positions of the model. "
+            "Write less, or lower max_new_tokens."
         )

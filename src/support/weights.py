@@ -81,18 +81,18 @@ def matching_state(model: "nn.Module", file: Path, shapes: Mapping[str, Sequence
     Raises:
         CheckpointError: names or shapes differ from those of the trained weights of `model`.
     """
-    names = trained_weights(model)
+    names, advice = trained_weights(model), "Use the model that was saved, or another checkpoint."
     if shapes.keys() != names.keys():
         absent, extra = names.keys() - shapes.keys(), shapes.keys() - names.keys()
         raise CheckpointError(
             f"{file}: checkpoint is for a different model. Missing: {summarize_names(absent)}; "
-            f"unexpected: {summarize_names(extra)}."
+            f"unexpected: {summarize_names(extra)}. {advice}"
         )
     for name, tensor in names.items():
         if tuple(shapes[name]) != tuple(tensor.shape):
             raise CheckpointError(
                 f"{file}: checkpoint is for a different model. {name} is {list(shapes[name])}, "
-                f"expected {list(tensor.shape)}."
+                f"expected {list(tensor.shape)}. {advice}"
             )
     state = model.state_dict()
     return {name: state[name] for name in names}

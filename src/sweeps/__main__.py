@@ -63,8 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def act(args: argparse.Namespace) -> int:
     """Check the sweep, then describe or run it."""
-    if args.workers < 1 or (args.trials is not None and args.trials < 1):
-        raise ConfigError("--trials, --workers: expected numbers above 0.")
+    for name, number in (("--trials", args.trials), ("--workers", args.workers)):
+        if number is not None and number < 1:
+            raise ConfigError(f"{name}: expected a number above 0, got {number}.")
     sweep = load(args.file, Places(args.data_path, args.savedir_base))
     total = _trial_count(args.trials, sweep)
     if args.dry_run:

@@ -66,10 +66,12 @@ class Parameter(config.Config):
     def _check_together(self) -> "Parameter":
         keys = {"constant": {"value"}, "categorical": {"values"}}.get(self.kind, {"min", "max"})
         if self.model_fields_set - {"distribution"} != keys:
-            raise ValueError(f"expected {' and '.join(sorted(keys))} for {self.kind}, and nothing else.")
+            got = ", ".join(sorted(self.model_fields_set - {"distribution"})) or "none"
+            raise ValueError(f"expected {' and '.join(sorted(keys))} for {self.kind}, and nothing else; got {got}.")
         texts = [json.dumps(value, default=str, sort_keys=True) for value in self.values or ()]
         if len(set(texts)) < len(texts):
-            raise ValueError("values: duplicate value.")
+            duplicate = next(text for text in texts if texts.count(text) > 1)
+            raise ValueError(f"values: duplicate value {duplicate}. Remove one.")
         if self.min is None or self.max is None:
             return self
         if self.min > self.max or (self.min == self.max and self.kind != "int_uniform"):
@@ -110,7 +112,7 @@ def parse_dimensions(parameters: Mapping[str, Any], where: str, grid: bool = Fal
     check_all(*(lambda path=path, spec=spec: parse(path, spec) for path, spec in _flatten(parameters, "", where)))
     for first, second in itertools.permutations((dimension.path for dimension in parsed), 2):
         if first == second or first.startswith(second + "."):
-            raise ConfigError(f"{join(where, first)}: also set by {second}.")
+            raise ConfigError(f"{join(where, first)}: also set by {second}. Remove one of them.")
     if grid and (count := math.prod(len(dimension.choices) for dimension in parsed)) > MAX_COMBINATIONS:
         raise ConfigError(
             f"{where}: {count} combinations; the limit of a grid is {MAX_COMBINATIONS}. Use method 'random' or 'bayes'."

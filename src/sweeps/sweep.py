@@ -64,14 +64,17 @@ class EarlyTerminate(config.Config):
     @model_validator(mode="after")
     def _enough(self) -> "EarlyTerminate":
         if self.type == "median":
-            if {"max_iter", "eta", "s"} & self.model_fields_set:
-                raise ValueError("type 'median' takes only min_iter.")
+            if ignored := {"max_iter", "eta", "s"} & self.model_fields_set:
+                raise ValueError(f"type 'median' takes only min_iter. Remove {', '.join(sorted(ignored))}.")
         elif (self.min_iter is None) == (self.max_iter is None or self.s is None):
             raise ValueError("hyperband needs min_iter, or max_iter and s.")
         elif self.s is not None and self.max_iter is None:
             raise ValueError("s counts brackets back from max_iter: give both, or only min_iter.")
         elif self.max_iter is not None and self.first >= self.max_iter:
-            raise ValueError(f"the first bracket would be at iteration {self.first}, and max_iter is {self.max_iter}.")
+            raise ValueError(
+                f"max_iter: {self.max_iter}, but the first bracket is at iteration {self.first}. "
+                "Raise max_iter, or lower min_iter."
+            )
         return self
 
     @property
@@ -142,7 +145,7 @@ def parse_command(command: Sequence[Any], program: str, where: str) -> Command:
     """
     words = [_VARIABLE.sub(lambda match: os.environ.get(match[1], match[1]), str(item)) for item in command]
     if "${program}" not in words:
-        raise ConfigError(f"{where}: ${{program}} is missing; wandb agent replaces it by {program}.")
+        raise ConfigError(f"{where}: ${{program}} is missing. Add it: wandb agent replaces it by {program}.")
     at = words.index("${program}")
     if PARAMETERS not in words[at:] or words.index(PARAMETERS) < at + 2:
         raise ConfigError(f"{where}: the parameters must reach the program: end it with --set and {PARAMETERS}.")

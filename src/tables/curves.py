@@ -172,7 +172,9 @@ def bands(
     if x != "step":
         places = {name: _x_values(runs / name, columns, x) for name, columns in result.items()}
         if not any(len(of_run) for of_run in places.values()):
-            raise DataError(f"{runs}: no run has {x!r} in its scores or its {PERF}, so it cannot be the x axis.")
+            raise DataError(
+                f"{runs}: no run has {x!r} in its scores or its {PERF}, so it cannot be the x axis. Use --x step."
+            )
     else:
         places = {}
 

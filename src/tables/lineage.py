@@ -70,7 +70,9 @@ class Lineage:
         """
         matches = [name for name in self.nodes if name.startswith(prefix)]
         if not matches:
-            raise ConfigError(f"--exp_id {prefix}: no id of these {len(self.nodes)} experiments starts with this.")
+            raise ConfigError(
+                f"--exp_id {prefix}: no id of these {len(self.nodes)} experiments starts with this. Check the id."
+            )
         if len(matches) > 1:
             names = ", ".join(matches)
             raise ConfigError(f"--exp_id {prefix}: {len(matches)} ids start with this: {names}. Use more digits.")

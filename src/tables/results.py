@@ -285,7 +285,7 @@ def select(
         if not rows and not warnings:
             raise ConfigError(
                 f"{runs}: none of the named runs is in "
-                f"{' or '.join([group] if isinstance(group, str) else group or [])}."
+                f"{' or '.join([group] if isinstance(group, str) else group or [])}. Leave out -e, or name other runs."
             )
     if question is None or not rows:
         return rows, warnings

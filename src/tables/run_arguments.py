@@ -126,7 +126,7 @@ def find_run(word: str, runs: Path) -> Path:
     if not _ID_START.fullmatch(start):
         raise ConfigError(f"{word!r}: expected a save directory, or the start of an id: digits 0-9 and a-f.")
     if not folder.is_dir():
-        raise DataError(f"{folder}: no such folder of runs.")
+        raise DataError(f"{folder}: no such folder of runs. Name the folder given as --savedir_base.")
     with reading(folder):
         matches = sorted(
             name

@@ -104,7 +104,8 @@ class LoopConfig(Config):
             raise ValueError(f"extra_eval_steps: step {beyond[0]} is after the last step, {self.steps}. Remove it.")
         if self.schedule == "polynomial" and self.learning_rate <= POLYNOMIAL_END:
             raise ValueError(
-                f"learning_rate: must be above {POLYNOMIAL_END}, the final value of schedule 'polynomial'."
+                f"learning_rate: expected more than {POLYNOMIAL_END}, the final value of schedule 'polynomial', got "
+                f"{self.learning_rate:g}."
             )
         if self.schedule == "constant" and self.warmup_rate:
             raise ValueError(

@@ -71,9 +71,12 @@ class Config(QueueConfig):
         if self.gpus_per_job > 1 and self.gpus_per_job % 1:
             raise ValueError(f"gpus_per_job: expected an integer above 1, got {self.gpus_per_job:g}.")
         if self.gpus and self.gpus_per_job > len(self.gpus):
-            raise ValueError(f"gpus_per_job is {self.gpus_per_job:g}, but gpus lists {len(self.gpus)}.")
+            raise ValueError(
+                f"gpus_per_job: {self.gpus_per_job:g}, but gpus lists only {len(self.gpus)}. "
+                "Lower it, or list more GPUs."
+            )
         if len(set(map(str, self.gpus))) < len(self.gpus):
-            raise ValueError(f"gpus lists a device twice: {self.gpus}.")
+            raise ValueError(f"gpus: duplicate device in {self.gpus}. List each once.")
         if self.processes.nodes > 1:
             raise ValueError("processes.nodes: this machine is one node. Choose a launcher for several nodes.")
         return self
@@ -162,7 +165,10 @@ class Config(QueueConfig):
             self._wait_until_ended(job_ids, 0.0, hard=True)
             raise
         if remaining and (remaining := self._wait_until_ended(job_ids, _KILL_SECONDS, hard=True)):
-            raise LaunchError(f"{', '.join(remaining)}: killed, but still running after {_KILL_SECONDS:g} s.")
+            raise LaunchError(
+                f"{', '.join(remaining)}: killed, but still running after {_KILL_SECONDS:g} s. "
+                "A process that waits for a disk cannot be killed: check with `ps`, then kill again."
+            )
 
     def _wait_until_ended(self, job_ids: Sequence[str], seconds: float, hard: bool) -> list[str]:
         """Stop (if `hard`, kill) jobs until all have ended or the time is up; return the ids that still run."""
@@ -238,7 +244,10 @@ def _start_scheduler(folder: Path) -> None:
             check=True,
         )
     except (OSError, subprocess.CalledProcessError) as error:
-        raise LaunchError(f"{folder}: the scheduler of the launcher local could not be started: {error}") from None
+        raise LaunchError(
+            f"{folder}: the scheduler of the launcher local could not be started: {str(error).rstrip('.')}. "
+            "Fix this, then submit again."
+        ) from None
     until = time.monotonic() + _START_SECONDS
     while not (folder / STARTED_FILE).exists():
         alive = process_start(int(done.stdout)) is not None
@@ -247,7 +256,10 @@ def _start_scheduler(folder: Path) -> None:
                 output_lines = log_file.read_text(encoding="utf-8", errors="replace").strip().splitlines() or [
                     "no output"
                 ]
-                raise LaunchError(f"{folder}: the scheduler of the launcher local did not start: {output_lines[-1]}")
+                raise LaunchError(
+                    f"{folder}: the scheduler of the launcher local did not start: {output_lines[-1].rstrip('.')}. "
+                    f"See {log_file}, then submit again."
+                )
             return
         time.sleep(0.01)
 

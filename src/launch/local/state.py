@@ -65,14 +65,19 @@ class Queue:
         if not (
             isinstance(content, dict) and isinstance(content.get("host"), str) and isinstance(content.get("jobs"), list)
         ):
-            raise LaunchError(f"{self.folder / QUEUE}: expected a dict with a host and a list of jobs.")
+            raise LaunchError(
+                f'{self.folder / QUEUE}: expected {{"host": NAME, "jobs": [...]}}, got {json.dumps(content)[:60]}. '
+                "Restore it from a copy, or stop its jobs by hand and delete the folder."
+            )
         return content
 
     def check_host(self) -> None:
         """Raise LaunchError on a machine other than the one that runs these jobs."""
         host = self.content.get("host")
         if host != socket.gethostname():
-            raise LaunchError(f"{self.folder}: its jobs run on {host}, and only that machine can query them.")
+            raise LaunchError(
+                f"{self.folder}: its jobs run on {host}, and only that machine can query them. Run this command there."
+            )
 
     def scheduler_is_alive(self) -> bool:
         """Whether the scheduler process still runs."""

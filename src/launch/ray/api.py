@@ -91,7 +91,7 @@ def _call_once(address: str, request: urllib.request.Request, seconds: float) ->
         raise NoAnswer(f"{address}: Ray does not answer: {reason}. Does its dashboard run there?") from None
     # Ray's head forwards a request to its agent, and answers 500 if the agent refuses with 400.
     if status in _TRANSIENT or (status >= 500 and not re.search(r"failed with status code 4\d\d", text)):
-        raise NoAnswer(f"{address}: Ray fails with status {status}: {brief(text)}.")
+        raise NoAnswer(f"{address}: Ray fails with status {status}: {brief(text)}. Check the log of its dashboard.")
     if status != 200:
         raise Refusal(
             address, status, f"a redirection to {answer.headers.get('Location')}" if 300 <= status < 400 else text

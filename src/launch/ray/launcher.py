@@ -141,7 +141,8 @@ class Config(QueueConfig):
                 self.kill(list(ids.values()))
             except LaunchError as second:
                 raise type(error)(
-                    f"{error}\nQueued jobs will not start, but running ones could not be stopped: {second}"
+                    f"{error}\nQueued jobs will not start, but running ones could not be stopped: {second} "
+                    "Stop them with `ray job stop`."
                 ) from None
             raise
         return list(ids.values())
@@ -201,7 +202,8 @@ class Config(QueueConfig):
             answer = self._call("POST", "/api/jobs/", content)
             if not isinstance(answer, dict) or answer.get("submission_id") != name:
                 raise LaunchError(
-                    f"{self.scheduler()}: expected the id {name} of a queued job, got {brief(str(answer))!r}."
+                    f"{self.scheduler()}: expected the id {name} of a queued job, got {brief(str(answer))!r}. "
+                    "Is it the address of Ray's dashboard?"
                 )
         except LaunchError as error:
             try:
@@ -210,14 +212,18 @@ class Config(QueueConfig):
                 raise (error if refusal.missing else refusal) from None
             if not isinstance(queued_job, dict) or queued_job.get("entrypoint") != content["entrypoint"]:
                 raise LaunchError(
-                    f"{self.scheduler()}: the id {name} belongs to a job that this submission has not queued."
+                    f"{self.scheduler()}: the id {name} belongs to a job that this submission has not queued. "
+                    "Submit again: a new submission has other ids."
                 ) from None
 
     def _list_jobs(self) -> dict[str, dict[str, Any]]:
         """All jobs of the cluster, by id."""
         jobs = self._call("GET", "/api/jobs/")
         if not isinstance(jobs, list):
-            raise LaunchError(f"{self.scheduler()}: expected a list of jobs, got {brief(str(jobs))!r}.")
+            raise LaunchError(
+                f"{self.scheduler()}: expected a list of jobs, got {brief(str(jobs))!r}. "
+                "Is it the address of Ray's dashboard?"
+            )
         return {
             name: job for job in jobs if isinstance(job, dict) and isinstance(name := job.get("submission_id"), str)
         }

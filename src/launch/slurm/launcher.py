@@ -114,8 +114,8 @@ class Config(QueueConfig):
     def _signal_before_the_end(self) -> "Config":
         if self.time is not None and self.signal_seconds >= _seconds(self.time):
             raise ValueError(
-                f"signal_seconds: {self.signal_seconds} seconds before the time limit is before the start. "
-                "Write less than 'time'."
+                f"signal_seconds: expected less than 'time', {self.time!r}, got {self.signal_seconds} seconds. "
+                "Lower it."
             )
         return self
 

@@ -116,7 +116,10 @@ def _find_queued(name: str, seconds: float) -> list[str] | None:
 def _parse_array_id(output: str) -> str:
     match = re.search(r"^(\d+)(;\S*)?$", output.strip(), re.MULTILINE)
     if not match:
-        raise LaunchError(f"sbatch: expected the id of a job, got {output.strip()[:200]!r}.")
+        raise LaunchError(
+            f"sbatch: expected the id of a job, got {output.strip()[:200]!r}. "
+            "Check with `squeue --me` whether the job is queued, and that sbatch on PATH is Slurm's."
+        )
     return match[1]
 
 

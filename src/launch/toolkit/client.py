@@ -136,7 +136,8 @@ def _find_by_name(config: JobConfig, client: Client, spec: Spec, failed: LaunchE
     job = next((job for job in jobs if job.name == spec.name), None)
     if job and (job.submission, job.exp_id) != (spec.submission, spec.exp_id):
         raise LaunchError(
-            f"toolkit: the name {spec.name} belongs to job {job.job_id}, which this submission has not queued."
+            f"toolkit: the name {spec.name} belongs to job {job.job_id}, which this submission has not queued. "
+            "Submit again: a new submission has other names."
         )
     return job
 

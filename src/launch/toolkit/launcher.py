@@ -130,13 +130,17 @@ class Config(JobConfig):
             try:
                 states = self.states(remaining)
                 remaining = [name for name in remaining if name in states and not has_ended(states[name])]
-                reason = ", ".join(sorted({states[name].word or states[name].state for name in remaining}))
+                words = ", ".join(sorted({states[name].word or states[name].state for name in remaining}))
+                reason = f"Their last known state: {words}."
             except LaunchError as error:
                 reason = str(error)
             if remaining and time.monotonic() >= deadline:
                 reasons = dict.fromkeys([refusals[name] for name in remaining if name in refusals] or [reason])
-                message = f"{len(remaining)} of {len(requested_ids)} jobs are not known to have ended"
-                raise LaunchError(f"toolkit: {message}: {', '.join(remaining)}. {' '.join(reasons)}")
+                raise LaunchError(
+                    f"toolkit: {len(remaining)} of {len(requested_ids)} killed jobs are not known to have ended after "
+                    f"{self.kill_seconds:g} s: {', '.join(remaining)}. {' '.join(reasons)} "
+                    "Check them with --job_option status, then kill them again."
+                )
             if remaining:
                 time.sleep(min(2.0, self.kill_seconds / 20))
 

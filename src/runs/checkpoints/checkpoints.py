@@ -54,7 +54,10 @@ def last(run: SavedRun, hashes: bool = True) -> Path:
     advice = f"Start the run again with --exp_id {run.name} -r 1, or restore it from a copy."
     status = run.status
     if status["state"] != "done":
-        raise CheckpointError(f"{run.path}: has no last checkpoint yet, as it is {status['state']}, not done.")
+        raise CheckpointError(
+            f"{run.path}: has no last checkpoint yet, as it is {status['state']}, not done. "
+            f"Train it to the end first: --exp_id {run.name}"
+        )
     if type(status.get("step")) is not int:
         raise CheckpointError(f"{run.path}: status.json has no step. {advice}")
     checkpoint = folder(run.path, status["step"])
@@ -93,7 +96,10 @@ def best_step(run: Path) -> int | None:
         return None
     content = read_json(_pointer(run), CheckpointError)
     if not isinstance(content, dict) or type(content.get("step")) is not int:
-        raise CheckpointError(f'{_pointer(run)}: expected {{"step": …}}, got {json.dumps(content)}.')
+        raise CheckpointError(
+            f'{_pointer(run)}: expected {{"step": …}}, got {json.dumps(content)}. Restore it from a copy, or use the '
+            "last checkpoint."
+        )
     return content["step"]
 
 

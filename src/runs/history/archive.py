@@ -123,7 +123,7 @@ def records(run: Path) -> list[dict[str, Any]]:
     for path in (run / FOLDER).glob(f"branch-*/{RECORD}"):
         record = read_json(path, RunError)
         if not isinstance(record, dict) or not {"number", "event", "step", "who", "when", "before"} <= record.keys():
-            raise RunError(f"{path}: not a record of a rewind.")
+            raise RunError(f"{path}: not a record of a rewind. Restore it from a copy.")
         branch_records.append(record)
     return sorted(branch_records, key=lambda record: record["number"])
 

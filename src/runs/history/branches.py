@@ -148,7 +148,7 @@ def parse_denied(text: str, where: str) -> list[str]:
                 " ".join([*words[: _DENY_WORDS[words[0]] - 1], line.strip().split(None, _DENY_WORDS[words[0]] - 1)[-1]])
             )
     if not entries:
-        raise ConfigError(f"{where}: has no entries.")
+        raise ConfigError(f'{where}: has no entries. Add a line such as "source NAME".')
     return [*dict.fromkeys(entries)]
 
 

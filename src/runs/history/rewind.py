@@ -86,7 +86,10 @@ def plan_evaluations(run: Path, step: int, why: str = "") -> Plan:
     for name in list(builder.files):
         builder.archive_rows_after(name, step)
     if not builder.archived_rows:
-        raise RunError(f"{run}: {EVALUATIONS} have no rows after step {step}, so there is nothing to roll back.")
+        raise RunError(
+            f"{run}: {EVALUATIONS} have no rows after step {step}, so there is nothing to roll back. "
+            "Name an earlier step."
+        )
     return builder.build("rollback-evals", {"why": why, "step": step}, None, [f"evaluations to step {step}"])
 
 
@@ -117,7 +120,9 @@ def plan_undo(run: Path, why: str = "") -> Plan:
         if name not in files:
             builder.add_step("remove", name)
         elif not (run / old / "before" / name).is_file():
-            raise RunError(f"{run / old / 'before' / name}: missing, so the run cannot be restored.")
+            raise RunError(
+                f"{run / old / 'before' / name}: missing, so the run cannot be restored. Restore this file from a copy."
+            )
         else:
             builder.add_step("put", name, **{"from": f"{old}/before/{name}"})
     builder.add_step("write", f"{old}/{archive.RECORD}", json={**record, "undone": now()})
@@ -168,7 +173,9 @@ def _restore_checkpoints(
         places = {"move": f"{old}/checkpoints/{name}", "link": f"{old}/before/checkpoints/{name}"}
         source = next(((do, place) for do, place in places.items() if (run / place).is_dir()), None)
         if source is None:
-            raise RunError(f"{run / places['move']}: missing, so the run cannot be restored.")
+            raise RunError(
+                f"{run / places['move']}: missing, so the run cannot be restored. Restore this folder from a copy."
+            )
         builder.add_step(source[0], f"checkpoints/{name}", **{"from": source[1]})
 
 
@@ -185,7 +192,8 @@ def _complete_checkpoint(run: Path, step: int) -> Path:
         )
     if (run / "checkpoints").stat().st_dev != run.stat().st_dev:
         raise RunError(
-            f"{run / 'checkpoints'}: a link to another file system, so checkpoints cannot be moved atomically."
+            f"{run / 'checkpoints'}: a link to another file system, so checkpoints cannot be moved atomically. "
+            "Replace the link by the folder itself."
         )
     if problem := defect(target):
         raise CheckpointError(f"{target}: damaged ({problem}). Choose another step.")

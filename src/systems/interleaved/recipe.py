@@ -31,9 +31,12 @@ class Config(TrainingRecipe):
     def _reads_tars(self) -> "Config":
         pretraining.require_text(self, VISION_LANGUAGE)
         if not isinstance(self.data, dataset.Config):
-            raise ValueError(f"data: the data of this recipe are 'streamed', got {self.data.name!r}.")
+            raise ValueError(f"data: expected 'streamed', got {self.data.name!r}.")
         if self.answers and self.answers.num_beams > 1:
-            raise ValueError("answers.num_beams: beams are not for models that read images. Leave it out.")
+            raise ValueError(
+                f"answers.num_beams: {self.answers.num_beams}, but models that read images do not support beams. "
+                "Remove it."
+            )
         return self
 
     def checks(self, places: Places) -> list[Callable[[], object]]:
@@ -46,8 +49,8 @@ class Config(TrainingRecipe):
         images, sizes = self.data.images, self.model.frame_sizes(places)
         if sizes and sizes != (images.frame_size, images.image_tokens):
             raise ConfigError(
-                f"data.images: the model reads frames of {sizes[0]} pixels a side as {sizes[1]} tokens each, "
-                f"and frame_size is {images.frame_size} and image_tokens {images.image_tokens}."
+                f"data.images: frame_size is {images.frame_size} and image_tokens is {images.image_tokens}, but "
+                f"the model reads frames of {sizes[0]} pixels a side as {sizes[1]} tokens each. Use these two numbers."
             )
 
     def training_loss(self) -> Callable[..., Any]:

@@ -157,8 +157,8 @@ def select(config: Gains, documents: Documents) -> Iterator[tuple[str, dict[str,
         if len(fits) < 2:
             raise DataError(
                 f"gains.columns: fewer than two documents with {' and '.join(names)} fit into a block of "
-                f"data.sequence_tokens, with their "
-                "own metadata and with another's."
+                "data.sequence_tokens, with their own metadata and with another's. "
+                "Raise data.sequence_tokens, or remove the column."
             )
         yield column, variants, fits
 
@@ -218,7 +218,8 @@ def _having(documents: Documents, columns: Sequence[str], most: int) -> list[Doc
             break
     if len(matches) < 2:
         raise DataError(
-            f"gains.columns: fewer than two documents of the validation split have {' and '.join(columns)}."
+            f"gains.columns: fewer than two documents of the validation split have {' and '.join(columns)}. "
+            "Remove the column, or add such documents."
         )
     return matches
 

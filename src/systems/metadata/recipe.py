@@ -24,7 +24,7 @@ class Config(TrainingRecipe):
         pretraining.require_text(self, DECODER)
         data = self.data.validation
         if self.gains and not isinstance(data, dataset.Config):
-            raise ValueError(f"gains: they are of the data set 'metadata', and the validation data are {data.name!r}.")
+            raise ValueError(f"gains: needs validation data 'metadata', got {data.name!r}. Remove gains.")
         if self.gains and isinstance(data, dataset.Config):
             for column in self.gains.columns:
                 data.require_written("gains.columns", column)

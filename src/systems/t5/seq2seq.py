@@ -72,7 +72,8 @@ class Config(TrainingRecipe):
             for task in self.tasks_to_predict:
                 if self.answers.by == "rank" and not task.find_task(places).answers:
                     raise ConfigError(
-                        f"answers.by: 'rank' needs a list of answers, but task {task.task!r} has free text."
+                        f"answers.by: 'rank' needs a list of answers, but task {task.task!r} has free text. "
+                        "Use 'generate'."
                     )
 
         def check_best_metric() -> None:

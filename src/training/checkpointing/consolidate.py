@@ -119,7 +119,8 @@ def verify(checkpoint: Path, folder: Path | None = None) -> list[str]:
     shards = _open(checkpoint)
     folder = checkpoint if folder is None else folder
     if problem := files.defect(folder):
-        raise CheckpointError(f"{folder}: damaged ({problem}).")
+        advice = "" if folder == checkpoint else ", or consolidate again"
+        raise CheckpointError(f"{folder}: damaged ({problem}). Restore it from a copy{advice}.")
     facts = files.read_manifest(folder, CheckpointError).get("consolidated", {})
     compared_tensors: dict[str, StoredTensor] = {}
     weights = _weights_in(folder)
@@ -151,12 +152,12 @@ def _open(checkpoint: Path) -> zero_layout.Shards:
     folder, dcp = zero_layout.find(checkpoint), (checkpoint / dcp_shards.MOMENTS).is_dir()
     if folder is None and not dcp:
         raise CheckpointError(
-            f"{checkpoint}: no shards of DeepSpeed ZeRO (zero_pp_rank_*_mp_rank_00_optim_states.pt) here or in zero/, "
-            "and no shards of FSDP2 in optimizer/."
+            f"{checkpoint}: no shards: neither zero_pp_rank_*_mp_rank_00_optim_states.pt here or in zero/ "
+            "(DeepSpeed ZeRO) nor optimizer/ (FSDP2). Name a checkpoint of a run with --deepspeed or --fsdp."
         )
     if (checkpoint / files.MANIFEST).exists():
         if problem := files.defect(checkpoint):
-            raise CheckpointError(f"{checkpoint}: damaged ({problem}).")
+            raise CheckpointError(f"{checkpoint}: damaged ({problem}). Restore it from a copy, or use another --step.")
     elif folder:
         for file in sorted(folder.glob("*_states.pt")):
             _check_sums(file)
@@ -169,9 +170,9 @@ def _check_sums(file: Path) -> None:
         with zipfile.ZipFile(file) as archive:
             damaged_part = archive.testzip()
     except (zipfile.BadZipFile, zlib.error, OSError, EOFError) as error:
-        raise CheckpointError(f"{file}: damaged ({error}).") from None
+        raise CheckpointError(f"{file}: damaged ({error}). Restore it from a copy.") from None
     if damaged_part:
-        raise CheckpointError(f"{file}: damaged: checksum of {damaged_part} is wrong.")
+        raise CheckpointError(f"{file}: damaged: checksum of {damaged_part} is wrong. Restore it from a copy.")
 
 
 @contextlib.contextmanager

@@ -33,7 +33,10 @@ def tensors(folder: Path) -> dict[str, StoredTensor]:
         for name, part in safetensors_stream.read(file).items():
             start, *others = places.get(name) or [0]
             if any(others):
-                raise CheckpointError(f"{file}: {name} is split within rows, which is not supported.")
+                raise CheckpointError(
+                    f"{file}: {name} is split within rows, which is not supported. "
+                    "Use a checkpoint that this project wrote with --fsdp."
+                )
             if part.numel or name not in parts:
                 parts.setdefault(name, {})[start] = part
     return {name: _join(folder, name, tensors_by_name) for name, tensors_by_name in sorted(parts.items())}
@@ -45,7 +48,7 @@ def _join(folder: Path, name: str, parts: Mapping[int, StoredTensor]) -> StoredT
     first, rows = sorted_parts[0][1], 0
     for start, part in sorted_parts:
         if start != rows and part.numel:
-            raise CheckpointError(f"{folder}: rows {rows} to {start} of {name} are missing.")
+            raise CheckpointError(f"{folder}: rows {rows} to {start} of {name} are missing. Restore it from a copy.")
         rows += part.shape[0] if part.shape else 0
     shape = (rows, *first.shape[1:]) if first.shape else ()
     pieces = tuple(
@@ -61,7 +64,9 @@ def _places(file: Path) -> dict[str, list[int]]:
             sharding_info = parse_json((tensors_file.metadata() or {}).get(PLACES, "{}"), file, CheckpointError)
         return {name: [int(place) for place in about[START]] for name, about in sharding_info.items()}
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{file}: not readable as a shard ({' '.join(str(error).split())[:120]}).") from None
+        raise CheckpointError(
+            f"{file}: not readable as a shard ({' '.join(str(error).split())[:120]}). Restore it from a copy."
+        ) from None
 
 
 def read(folder: Path) -> zero_layout.Shards:

@@ -86,7 +86,8 @@ class StoredTensor:
                     chunk = file.read(min(remaining, CHUNK_BYTES))
                     if len(chunk) < min(remaining, CHUNK_BYTES):
                         raise CheckpointError(
-                            f"{piece.file}: ends within a tensor: damaged, or changed since it was opened."
+                            f"{piece.file}: ends within a tensor: damaged, or changed since it was opened. "
+                            "Restore it from a copy."
                         )
                     remaining -= len(chunk)
                     yield chunk
@@ -110,7 +111,7 @@ def open_tensors(path: Path) -> Iterator[BinaryIO]:
         with files.reading(path, CheckpointError), open(path, "rb") as file:
             yield file
     except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such file.") from None
+        raise CheckpointError(f"{path}: no such file. Restore it from a copy.") from None
 
 
 def target_dtype(stored_dtype: torch.dtype, requested: torch.dtype | None) -> torch.dtype:
@@ -173,7 +174,7 @@ def read(path: Path) -> dict[str, StoredTensor]:
         length = int.from_bytes(file.read(8), "little")
         text = file.read(length) if length <= _MAX_HEADER_BYTES else b""
         size = file.seek(0, 2)
-    error = CheckpointError(f"{path}: damaged, not readable as safetensors.")
+    error = CheckpointError(f"{path}: damaged, not readable as safetensors. Restore it from a copy.")
     try:
         header = files.parse_json(text, path, CheckpointError)
         header.pop("__metadata__", None)

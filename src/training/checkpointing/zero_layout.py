@@ -26,6 +26,7 @@ TOPOLOGY = "topology.json"
 """File next to the shards of this project's trainings: {"stage", "world_size", "frozen"}; "frozen": number of omitted
 frozen parameters."""
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_ONE_SAVE = "Use the shards of one save."
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 
 
@@ -112,7 +113,7 @@ def read(folder: Path) -> Shards:
     if _common_value(models, "world_size", "of a training of {} processes") != world:
         raise CheckpointError(
             f"{models[0].file}: of a training of {models[0].world_size} processes, "
-            f"{optimizers[0].file.name} of {world}."
+            f"but {optimizers[0].file.name} of {world}. {_ONE_SAVE}"
         )
     return _assemble(
         folder, step, [optimizers[rank] for rank in range(world)], [models[rank] for rank in sorted(models)]
@@ -125,22 +126,25 @@ def _shards_by_rank(folder: Path, pattern: re.Pattern[str], example: str) -> dic
     for file in sorted(folder.glob("*_states.pt")):
         if match := pattern.fullmatch(file.name):
             if int(match[2]):
-                raise CheckpointError(f"{file}: shard of a tensor-parallel model, which is not supported.")
+                raise CheckpointError(
+                    f"{file}: shard of a tensor-parallel model, which is not supported. "
+                    "Use a checkpoint without tensor parallelism."
+                )
             files_by_rank[int(match[1] or 0)] = file
     if 0 not in files_by_rank:
-        raise CheckpointError(f"{folder / example.format(0)}: no such file.")
+        raise CheckpointError(f"{folder / example.format(0)}: no such file. Restore it from a copy.")
     return files_by_rank
 
 
 def _check_ranks(folder: Path, shards: Mapping[int, Any], count: int, pattern: str) -> None:
     """Raise CheckpointError unless exactly the ranks below `count` have a shard."""
-    for kind, ranks in (
-        ("missing", set(range(count)) - shards.keys()),
-        ("too many", shards.keys() - set(range(count))),
+    for kind, advice, ranks in (
+        ("missing", "Restore them from a copy", set(range(count)) - shards.keys()),
+        ("too many", "Remove them", shards.keys() - set(range(count))),
     ):
         if ranks:
             names = ", ".join(pattern.format(rank) for rank in sorted(ranks)[:3])
-            raise CheckpointError(f"{folder}: {kind}: {names}; expected the shards of {count} processes.")
+            raise CheckpointError(f"{folder}: {kind}: {names}; expected the shards of {count} processes. {advice}.")
 
 
 def _common_value(shards: Mapping[int, Any], name: str, text: str) -> Any:
@@ -150,8 +154,7 @@ def _common_value(shards: Mapping[int, Any], name: str, text: str) -> Any:
         value = getattr(shard, name)
         if value != expected:
             raise CheckpointError(
-                f"{shard.file}: {text.format(value)}; {shards[0].file.name}: {text.format(expected)}. "
-                "Use the shards of one save."
+                f"{shard.file}: {text.format(value)}; {shards[0].file.name}: {text.format(expected)}. {_ONE_SAVE}"
             )
     return expected
 
@@ -223,7 +226,8 @@ def _parameter_slices(
         return
     if len(model.shapes) != len(first.weights):
         raise CheckpointError(
-            f"{model.file}: {len(model.shapes)} groups of parameters, but {first.file.name} has {len(first.weights)}."
+            f"{model.file}: {len(model.shapes)} groups of parameters, but {first.file.name} has {len(first.weights)}. "
+            f"{_ONE_SAVE}"
         )
     for group, shapes in enumerate(model.shapes):
         offset = 0
@@ -238,7 +242,7 @@ def _check_size(model: ModelShard, num_expected: int, num_stored: int, alignment
     if -(-num_expected // alignment) != -(-num_stored // alignment) or num_stored < num_expected:
         raise CheckpointError(
             f"{model.file}: its parameters need {num_expected} elements, "
-            f"but the optimizer's shards next to it have {num_stored}."
+            f"but the optimizer's shards next to it have {num_stored}. {_ONE_SAVE}"
         )
 
 
@@ -258,7 +262,9 @@ def _slice_vectors(vectors: Sequence[StoredTensor], start: int, count: int) -> t
             count -= length
         start = max(0, start - piece.count)
     if count:
-        raise CheckpointError(f"{pieces[-1].file if pieces else vectors[0]}: {count} elements missing.")
+        raise CheckpointError(
+            f"{pieces[-1].file if pieces else vectors[0]}: {count} elements missing. Restore it from a copy."
+        )
     return tuple(pieces)
 
 
@@ -285,4 +291,6 @@ def _check_weight_copies(model: ModelShard, shards: Shards) -> None:
     twice = {name: stored_tensor(model.file, model.module[name]) for name in shards.trained if name in model.module}
     twice = {name: tensor for name, tensor in twice.items() if tensor.dtype == torch.float32}
     if problem := difference({name: shards.trained[name] for name in twice}, twice):
-        raise CheckpointError(f"{model.file}: not of the same step as the optimizer's shards next to it ({problem}).")
+        raise CheckpointError(
+            f"{model.file}: not of the same step as the optimizer's shards next to it ({problem}). {_ONE_SAVE}"
+        )

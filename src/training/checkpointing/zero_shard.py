@@ -58,7 +58,8 @@ class OptimizerShard:
             )
             if len(self.states) != len(self.weights):
                 raise CheckpointError(
-                    f"{file}: {len(self.weights)} vectors of weights, {len(self.states)} of the optimizer."
+                    f"{file}: {len(self.weights)} vectors of weights, but {len(self.states)} of the optimizer. "
+                    "Restore it from a copy."
                 )
 
     def vectors(self, key: str | None, group: int | None) -> list[StoredTensor]:
@@ -67,7 +68,10 @@ class OptimizerShard:
         try:
             return [self.weights[g] if key is None else self.states[g][key] for g in groups]
         except (KeyError, IndexError):
-            raise CheckpointError(f"{self.file}: no {key or 'weights'} for some parameters of other shards.") from None
+            raise CheckpointError(
+                f"{self.file}: no {key or 'weights'} for some parameters that other shards have. "
+                "Use the shards of one save."
+            ) from None
 
 
 class ModelShard:
@@ -106,12 +110,14 @@ def _load(file: Path) -> Any:
     except pickle.UnpicklingError as error:
         kind = re.search(r"GLOBAL (\S+)", str(error))
         what = (
-            f"has a {kind[1]}, which is rejected, as it could run code" if kind else "damaged, not readable as a shard"
+            f"has a {kind[1]}, which is rejected, as it could run code. Use a file that DeepSpeed wrote"
+            if kind
+            else "damaged, not readable as a shard. Restore it from a copy"
         )
         raise CheckpointError(f"{file}: {what}.") from None
     except (RuntimeError, EOFError, KeyError, ValueError) as error:
         raise CheckpointError(
-            f"{file}: damaged, not readable as a shard ({str(error).splitlines()[0][:120]})."
+            f"{file}: damaged, not readable as a shard ({str(error).splitlines()[0][:120]}). Restore it from a copy."
         ) from None
 
 
@@ -122,7 +128,8 @@ def _layout_errors(file: Path) -> Iterator[None]:
         yield
     except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
         raise CheckpointError(
-            f"{file}: not a shard of DeepSpeed ZeRO as 0.19.8 writes it ({type(error).__name__}: {error})."
+            f"{file}: not a shard of DeepSpeed ZeRO as 0.19.8 writes it ({type(error).__name__}: {error}). "
+            "Save it again with that version."
         ) from None
 
 
@@ -130,7 +137,9 @@ def stored_tensor(file: Path, tensor: torch.Tensor) -> StoredTensor:
     """Byte range of a shard's tensor in its file."""
     start = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
     if start is None or not tensor.is_contiguous():
-        raise CheckpointError(f"{file}: has a non-contiguous tensor, which is not supported.")
+        raise CheckpointError(
+            f"{file}: has a non-contiguous tensor, which is not supported. Save it again with DeepSpeed."
+        )
     offset = start + tensor.storage_offset() * tensor.element_size()
     return StoredTensor(tuple(tensor.shape), tensor.dtype, (Piece(file, offset, tensor.numel()),))
 

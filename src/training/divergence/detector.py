@@ -327,7 +327,7 @@ class Detector:
             )
             if not same:
                 raise CheckpointError(
-                    "the state of the divergence detector is from another version of this code. Start over."
+                    "the state of the divergence detector is from another version of this code. Start over with -r 1."
                 )
             for name, part in parts.items():
                 vars(part).update({key: copy.copy(value) for key, value in state[name].items()})

@@ -5,6 +5,7 @@ counts the bytes of every live storage, which covers saved activations, recomput
 and buffers of engines are added by formulas.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +61,8 @@ class Machines:
         settings = read_json(self.deepspeed or Path(), ConfigError)
         zero = settings.get("zero_optimization") if isinstance(settings, dict) else None
         if not isinstance(zero, dict) or zero.get("stage") not in (1, 2, 3):
-            raise ConfigError(f"{self.deepspeed}: zero_optimization.stage: expected 1, 2 or 3.")
+            stage = json.dumps(zero.get("stage") if isinstance(zero, dict) else None)
+            raise ConfigError(f"{self.deepspeed}: zero_optimization.stage: expected 1, 2 or 3, got {stage}.")
         return zero
 
     def peak(self, precision: str) -> float | None:

@@ -529,8 +529,8 @@ def test_jobs_of_another_machine_and_damaged_folders(world: World):
             r"x: gpus_per_job: expected an integer, or 1/2, 1/3, 1/4, 1/6 or 1/12, got 0\.7",
         ),
         ({"gpus": [0, 1], "gpus_per_job": 1.5}, r"x: gpus_per_job: expected an integer above 1, got 1\.5"),
-        ({"gpus": [0, 1], "gpus_per_job": 3}, r"x: gpus_per_job is 3, but gpus lists 2\."),
-        ({"gpus": [0, "0"]}, r"x: gpus lists a device twice"),
+        ({"gpus": [0, 1], "gpus_per_job": 3}, r"x: gpus_per_job: 3, but gpus lists only 2\."),
+        ({"gpus": [0, "0"]}, r"x: gpus: duplicate device in \[0, '0'\]"),
         ({"processes": {"starter": "torchrun", "nodes": 2}}, r"x: processes\.nodes: this machine is one node"),
     ],
 )

@@ -338,10 +338,12 @@ class TestOutages:
     def test_a_kill_that_is_not_confirmed_is_reported(self, tmp_path: Path, client: ModuleType):
         config, ids, _ = submit_jobs(tmp_path, [job(tmp_path, "a")], retries=0, kill_seconds=0.2)
         fail(client, "500", KILL, always=True)
-        with pytest.raises(LaunchError, match=f"1 of 1 jobs are not known to have ended: {ids[0]}. .*500"):
+        with pytest.raises(
+            LaunchError, match=f"1 of 1 killed jobs are not known to have ended after 0.2 s: {ids[0]}. .*500"
+        ):
             config.kill(ids)
         fail(client, "no connection", LIST, always=True)
-        with pytest.raises(LaunchError, match=r"not known to have ended: .*500"):
+        with pytest.raises(LaunchError, match=rf"not known to have ended after 0\.2 s: {ids[0]}\. .*500"):
             config.kill(ids)
 
 

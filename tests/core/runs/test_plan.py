@@ -46,7 +46,7 @@ def test_a_duplicate_experiment_in_a_later_group_is_refused():
 
 def test_an_empty_group_is_refused_where_it_is_named():
     assert plan.load_groups({"g": [], "a": [ONE]}, ["a"], [])
-    with pytest.raises(ConfigError, match=r"^g: has no experiments\.$"):
+    with pytest.raises(ConfigError, match=r"^g: has no experiments\. "):
         plan.load_groups({"g": [], "a": [ONE]}, ["a", "g"], [])
 
 

@@ -379,7 +379,7 @@ def test_a_damaged_study_is_named(world: World):
 
 def test_how_many_must_be_said(world: World):
     assert "error: --trials: missing." in world.run()[2]
-    assert "error: --trials, --workers: expected numbers above 0." in world.run("--trials", "0")[2]
+    assert "error: --trials: expected a number above 0, got 0." in world.run("--trials", "0")[2]
 
 
 @pytest.mark.slow

@@ -64,7 +64,7 @@ def parameters(**values: Any) -> dict[str, Any]:
         ),
         (
             {"early_terminate": {"type": "hyperband", "min_iter": 9, "max_iter": 9}},
-            r"first bracket would be at iteration 9, and max_iter is 9",
+            r"max_iter: 9, but the first bracket is at iteration 9",
         ),
         ({"early_terminate": {"type": "median", "eta": 3}}, r"type 'median' takes only min_iter"),
         (

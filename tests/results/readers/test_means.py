@@ -330,7 +330,7 @@ def test_a_dict_of_ours_that_was_changed_is_not_foreign(planted_runs: Path, caps
     path = planted_runs / exp_id(experiment(1, 0))
     (path / "exp_dict.json").write_text(json.dumps(experiment(1, 7)))
     assert table.main([str(planted_runs)]) == 0
-    assert "not the name of its directory. It was edited or moved." in capsys.readouterr().err
+    assert "not the name of its directory. " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["0" * 32, "0" * 40])

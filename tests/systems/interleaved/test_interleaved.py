@@ -156,7 +156,7 @@ def test_an_audit_refuses_another_history(folder: Path, tmp_path: Path):
     raw = json.loads(state.read_text())
     raw["cursor"]["1"][0] += 1
     state.write_text(json.dumps(raw))
-    with pytest.raises(RunError, match=r"its lanes are not where the data and the branches lead"):
+    with pytest.raises(RunError, match=r"its cursor differs from the one recomputed"):
         audit.replay(run, folder / "data", 24)
 
 
@@ -230,9 +230,9 @@ def test_other_data_have_no_deny_list(tmp_path: Path):
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"data": toy.BASE["data"]}, "data: the data of this recipe are 'streamed'|this recipe reads data for"),
+        ({"data": toy.BASE["data"]}, "data: expected 'streamed'|this recipe reads data for"),
         ({"model": toy.BASE["model"]}, "model: expected a decoder that reads images"),
-        ({"answers.num_beams": 2}, "answers.num_beams: beams are not for models that read images"),
+        ({"answers.num_beams": 2}, "answers.num_beams: 2, but models that read images"),
     ],
 )
 def test_untrainable_experiments_are_refused(changes: dict[str, Any], match: str):
@@ -271,7 +271,7 @@ def test_frames_must_be_those_of_the_model(folder: Path):
     experiment: Any = load_experiment(override(PAGES, {"data.images.image_tokens": 4}), "here")
     with pytest.raises(
         ConfigError,
-        match="the model reads frames of 8 pixels a side as 1 tokens each, and frame_size is 8 and image_tokens 4",
+        match="frame_size is 8 and image_tokens is 4, but the model reads frames of 8 pixels a side as 1 tokens each",
     ):
         experiment.check(Places(folder / "data", folder / "runs"))
 

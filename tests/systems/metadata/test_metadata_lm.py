@@ -175,8 +175,8 @@ def gains(row: dict[str, float]) -> dict[str, float]:
     ("changes", "message"),
     [
         ({"data.columns": ["titel"]}, r"data: columns: unknown column 'titel'. Did you mean 'title'\?"),
-        ({"data.sampling": "all"}, "weights: needed for sampling"),
-        ({"data.weights": {"title": 2.0}}, "for sampling 'independent' probabilities"),
+        ({"data.sampling": "all"}, "weights: ignored by sampling 'all'"),
+        ({"data.weights": {"title": 2.0}}, "weights: expected probabilities for sampling 'independent', got title: 2"),
         ({"data.weights": {"title": 0.0}}, "weights: all are 0, so no metadata would ever be drawn"),
         ({"data.weights": {"url": 1.0}}, "weights: 'url' would never be written: 'url' is not among writing.keys"),
         ({"data.columns": ["entity"]}, "weights: 'title' is not among data.columns: entity"),
@@ -188,7 +188,7 @@ def gains(row: dict[str, float]) -> dict[str, float]:
         ({"gains.columns": ["title", "title"]}, "columns: .*'title'"),
         ({"gains.positions": [32, 8]}, r"positions: expected ascending numbers above 0, got \[32, 8\]"),
         ({"gains.documents": 1}, "expected a number > 1, got 1"),
-        ({"data": toy.BASE["data"]}, "gains: they are of the data set 'metadata', and the validation data are 'text'"),
+        ({"data": toy.BASE["data"]}, "gains: needs validation data 'metadata', got 'text'"),
     ],
 )
 def test_mistakes_are_found_when_an_experiment_is_loaded(changes: dict[str, Any], message: str | None):

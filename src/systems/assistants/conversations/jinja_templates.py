@@ -233,8 +233,10 @@ class Jinja:
             number for number, message in enumerate(marked_messages) if message["content"] != raw[number]["content"]
         ]
         if sorted(numbers) != expected:
-            description = f"messages {' '.join(map(str, numbers)) or 'none'} of {' '.join(map(str, expected))}"
-            raise DataError(f"{WHERE}: the template writes {description}. Use one that writes each message once.")
+            raise DataError(
+                f"{WHERE}: expected the template to write the messages {', '.join(map(str, expected))}, "
+                f"got {', '.join(map(str, numbers)) or 'none'}. Use one that writes each message once."
+            )
         parts, offset = dict[int, tuple[int, int, Role, str]](), len(first)
         for number, following in zip(numbers, pieces[1::2], strict=True) if text.startswith(first) else ():
             content = raw[number]["content"]
@@ -337,9 +339,13 @@ class Jinja:
                         "last answer too. Write it only if add_generation_prompt is true."
                     )
                 return
-            numbers = " ".join(str(number) for number, count in enumerate(counts) for _ in range(count)) or "none"
-            advice = "Use one that writes each message once."
-            errors.append(DataError(f"{WHERE}: the template writes messages {numbers} of 0 1 2 3. {advice}"))
+            numbers = ", ".join(str(number) for number, count in enumerate(counts) for _ in range(count)) or "none"
+            errors.append(
+                DataError(
+                    f"{WHERE}: expected the template to write the messages 0, 1, 2, 3, got {numbers}. "
+                    "Use one that writes each message once."
+                )
+            )
         raise errors[0]
 
     def _learns_earlier_answers(self, turns: Sequence[Message]) -> bool:

@@ -214,8 +214,10 @@ class HttpConnection:
         ):
             raise NotLoadedError(message)
         if answer.status in (401, 403):
-            raise ConfigError(f"{self._address}: access denied: {_beginning(message)}")
-        raise RunError(f"{self._address}: rejects the batch: {_beginning(message)}")
+            raise ConfigError(
+                f"{self._address}: access denied: {_beginning(message).rstrip('.')}. Check ?token=TOKEN in the address."
+            )
+        raise _batch_error(self._address, message)
 
 
 class GrpcConnection:
@@ -293,7 +295,7 @@ class GrpcConnection:
             if code == codes.NOT_FOUND or (code == codes.UNAVAILABLE and unknown):
                 raise NotLoadedError(message) from None
             if code in (codes.INVALID_ARGUMENT, codes.OUT_OF_RANGE):
-                raise RunError(f"{self._address}: rejects the batch: {message}") from None
+                raise _batch_error(self._address, message) from None
             raise UnavailableError(f"{code.name}: {message}") from None
 
 
@@ -301,6 +303,14 @@ def refuse_nonsense(address: Address, problem: str, content: Any) -> NoReturn:
     """Raise a RunError for an answer that violates the protocol."""
     text = content if isinstance(content, str) else json.dumps(content, default=str)
     raise RunError(f"{address}: expected scores (KServe v2), got {problem}: {_beginning(text)!r}. Check the address.")
+
+
+def _batch_error(address: Address, message: str) -> RunError:
+    """The error for a batch that the server rejects with `message`."""
+    text = _beginning(message).rstrip(".")
+    return RunError(
+        f"{address}: rejects the batch: {text}. Check the server's log, and that it serves the right model."
+    )
 
 
 def _are_numbers(values: Any) -> TypeGuard[list[float]]:

@@ -66,11 +66,15 @@ class RemoteModel:
         """
         answer, address = self._ask(ids, "rewards")
         if answer.shape not in ((len(ids),), (len(ids), 1)) or len(answer.values) != len(ids):
-            raise RunError(f"{address}: expected one reward for each of {len(ids)} sequences, got {_describe(answer)}.")
+            raise RunError(
+                f"{address}: expected one reward for each of {len(ids)} sequences, got {_describe(answer)}. "
+                "Check that it serves a reward model."
+            )
         for row, value in enumerate(answer.values):
             if not math.isfinite(value):
                 raise RunError(
-                    f"{address}: expected a number as the reward of sequence {row + 1} of {len(ids)}, got {value}."
+                    f"{address}: expected a number as the reward of sequence {row + 1} of {len(ids)}, got {value}. "
+                    "The server's weights are damaged, or their training diverged: serve another model."
                 )
         return [float(value) for value in answer.values]
 
@@ -88,14 +92,17 @@ class RemoteModel:
         if answer.shape != (len(ids), longest) or len(answer.values) != len(ids) * longest:
             raise RunError(
                 f"{address}: expected log-probabilities of {len(ids)} sequences of up to {longest} tokens, "
-                f"got {_describe(answer)}."
+                f"got {_describe(answer)}. Check that it serves log-probabilities."
             )
         logps = []
         for i, (row, count) in enumerate(zip(ids, sampled, strict=True)):
             end = i * longest + len(row)
             logps.append([float(value) for value in answer.values[end - count : end]])
             if not all(map(math.isfinite, logps[-1])):
-                raise RunError(f"{address}: a log-probability of sequence {i + 1} of {len(ids)} is not finite.")
+                raise RunError(
+                    f"{address}: a log-probability of sequence {i + 1} of {len(ids)} is not finite. "
+                    "The server's weights are damaged, or their training diverged: serve another model."
+                )
         return logps
 
     def close(self) -> None:

@@ -96,7 +96,10 @@ def _ask_here(model: Any, most: int | None, setting: RewardSetting) -> Any:
         rewards: list[float] = []
         longest = max(map(len, ids), default=0)
         if most and longest > most:
-            raise RunError(f"rewards: a rollout has {longest} tokens, but the reward model has {most} positions.")
+            raise RunError(
+                f"rewards: a rollout has {longest} tokens, but the reward model has {most} positions. "
+                "Lower data.max_new_tokens, or use a reward model that reads more."
+            )
         for first in range(0, len(ids), setting.micro_batch):
             rows = [torch.tensor(row) for row in ids[first : first + setting.micro_batch]]
             lengths = torch.tensor([[len(row)] for row in rows])

@@ -139,7 +139,8 @@ def require() -> None:
     result = _run(Program("serve", isolated.write_message(["evaluate", "7 + 12"])), Limits(max_parallel=1))
     if b"[19, " not in result.output:
         raise ConfigError(
-            f"bubblewrap is installed, but a test program that computes 7 + 12 printed {result.output[:100]!r}."
+            f"bubblewrap is installed, but a test program that computes 7 + 12 printed {result.output[:100]!r}. "
+            "Run `bwrap --ro-bind / / true` to see whether it works here."
         )
 
 

@@ -103,4 +103,4 @@ def require_scores(name: str, scores: object, num_rollouts: int) -> list[float]:
     try:
         return [float(value) for value in scores]
     except OverflowError:
-        raise RunError(f"reward {name!r}: a score is too large for a 64-bit float.") from None
+        raise RunError(f"reward {name!r}: a score is too large for a 64-bit float. Scale the scores down.") from None

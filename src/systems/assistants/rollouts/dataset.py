@@ -141,7 +141,10 @@ class Rollouts:
     def order(self, seed: int, per_step: int, steps: int, branches: Sequence[Branch]) -> RolloutOrder:
         """See `orders.OrderedDataset`."""
         if any(branch.deny_list for branch in branches):
-            raise DataError("rollouts: deny lists are only for data that is streamed from tars. Undo the deny.")
+            raise DataError(
+                "rollouts: deny lists are only for data that is streamed from tars. "
+                "Undo it: python -m src.operations.interventions undo RUN."
+            )
         assert self.fill is not None, "the recipe has put it in"
         return RolloutOrder(seed, len(self), per_step, self.config.passes, self.fill, self.is_filled, branches)
 

@@ -73,7 +73,8 @@ class Talk(Writer):
             )
         except Exception as error:  # noqa: BLE001  a template can raise anything
             raise DataError(
-                f"the model's chat template rejects the conversation: {str(error).splitlines()[0]}"
+                f"the model's chat template rejects the conversation: {str(error).splitlines()[0].rstrip('.')}. "
+                "Change its messages, or use another model."
             ) from None
         return list(ids["input_ids"])
 
@@ -93,7 +94,7 @@ class Talk(Writer):
             (ids,) = self._generate(self.prompt(), streamer, **options)
         except ConfigError as error:
             self.messages.pop()
-            raise ConfigError(f"the conversation: {error} Restart it with {RESET}, or lower max_new_tokens.") from None
+            raise ConfigError(f"the conversation: {error} {RESET} restarts it.") from None
         except BaseException:
             self.messages.pop()
             raise

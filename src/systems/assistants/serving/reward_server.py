@@ -64,7 +64,8 @@ class InferRequest(BaseModel):
     @model_validator(mode="after")
     def _check_names(self) -> Self:
         if sorted(tensor.name for tensor in self.inputs) != sorted(INPUTS):
-            raise ValueError(f"inputs: expected each of {', '.join(INPUTS)} once")
+            names = ", ".join(tensor.name for tensor in self.inputs)
+            raise ValueError(f"inputs: expected each of {', '.join(INPUTS)} once, got {names}")
         return self
 
 

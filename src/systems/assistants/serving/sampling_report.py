@@ -86,7 +86,9 @@ def read_samplings(path: Path, names: Sequence[str] | None) -> list[Sampling]:
     for number, entry in enumerate(entries):
         where = f"{path}: configurations[{number}]"
         if not isinstance(entry, dict) or not isinstance(arguments := entry.get("generate_args", {}), dict):
-            raise ConfigError(f"{where}: expected an object with name and generate_args.")
+            raise ConfigError(
+                f"{where}: expected an object with name and generate_args, an object; got {str(entry)[:60]}."
+            )
         merged = {**default.get("generate_args", {}), **arguments}
         if not merged.get("do_sample"):
             ignored = [name for name in _SAMPLING_ARGUMENTS if arguments.get(name) is not None]

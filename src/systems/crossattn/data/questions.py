@@ -160,7 +160,9 @@ class Questions:
             by_text.setdefault(tuple(self._texts_of(row)), index)
         if len(by_text) < 2:
             raise DataError(
-                f"{self._name}: all {len(self._rows)} rows have the same context. Shuffling needs two or more."
+                f"{self._name}: all {len(self._rows)} rows have the same context, "
+                "so shuffled contexts cannot be scored. "
+                "Use validation rows with two or more contexts."
             )
         order = list(by_text)
         Random(f"contexts/{self._seed}").shuffle(order)

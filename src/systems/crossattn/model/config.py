@@ -192,13 +192,18 @@ def layer_indices(num_decoder_layers: int, num_layers: int, stride: int) -> list
 def _check_heads(plan_of_blocks: Plan, shared_projections: bool) -> None:
     hidden, heads, groups = plan_of_blocks.hidden_size, plan_of_blocks.num_heads, plan_of_blocks.num_key_value_heads
     if hidden % heads:
-        raise ConfigError(f"cross_attention: hidden_size {hidden} is not divisible by num_heads {heads}.")
+        raise ConfigError(
+            f"cross_attention: hidden_size {hidden} is not divisible by num_heads {heads}. Change num_heads."
+        )
     if plan_of_blocks.family.gated and hidden // heads % 2:
         raise ConfigError(
-            f"cross_attention: rotary positions need an even head size, got {hidden} / {heads} = {hidden // heads}."
+            f"cross_attention: rotary positions need an even head size, got {hidden} / {heads} = {hidden // heads}. "
+            "Change num_heads."
         )
     if heads % groups:
-        raise ConfigError(f"cross_attention: num_heads {heads} is not divisible by num_key_value_heads {groups}.")
+        raise ConfigError(
+            f"cross_attention: num_heads {heads} is not divisible by num_key_value_heads {groups}. Change one of them."
+        )
     if shared_projections and groups != heads:
         raise ConfigError(
             f"cross_attention: shared_projections needs as many key heads as query heads, got {groups}. "

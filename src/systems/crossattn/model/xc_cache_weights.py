@@ -102,11 +102,12 @@ def load(model: "CrossAttentionLM", folder: Path) -> None:
             if saved[theirs].shape != weights[ours].shape:
                 raise CheckpointError(
                     f"{folder}: for different blocks. {theirs}: expected the shape {list(weights[ours].shape)}, got "
-                    f"{list(saved[theirs].shape)}."
+                    f"{list(saved[theirs].shape)}. Compare its config.json with the experiment's model."
                 )
             if not torch.equal(saved[theirs], saved[several[0]]):
                 raise CheckpointError(
-                    f"{folder}: {several[0]} and {theirs} differ, but shared_weights or shared_projections ties them."
+                    f"{folder}: {several[0]} and {theirs} differ, but shared_weights or shared_projections ties them. "
+                    "Set the option to false."
                 )
     with torch.no_grad():
         for ours, several in names_by_weight.items():

@@ -45,9 +45,9 @@ class Config(ModelConfig):
 
     @model_validator(mode="after")
     def _new_weights_are_learned(self) -> "Config":
-        for part, new in (("connector", "its weights"), ("embeddings", "those of the tokens of images")):
+        for part, weights in (("connector", "its weights"), ("embeddings", "the embeddings of image tokens")):
             if part in self.frozen:
-                raise ValueError(f"frozen: {new} are new, so the part {part!r} must be trained. Leave it out.")
+                raise ValueError(f"frozen: {part!r}: {weights} are new, so they must be trained. Remove {part!r}.")
         return self
 
     def build(self, places: Places) -> "PreTrainedModel":
@@ -78,8 +78,8 @@ class Config(ModelConfig):
             missing, unexpected = part.load_state_dict(weights, strict=False)
             if missing or unexpected:
                 raise CheckpointError(
-                    f"{self.vision}, {self.text}: of other layers than expected: "
-                    f"{', '.join([*missing, *unexpected][:3])}."
+                    f"{self.vision}, {self.text}: weights are missing or unexpected: "
+                    f"{', '.join([*missing, *unexpected][:3])}. Check that each config.json describes its weights."
                 )
         model.lm_head.load_state_dict(text.lm_head.state_dict())
         model.generation_config.update(

@@ -33,7 +33,9 @@ class Vision(StrictConfig):
     @model_validator(mode="after")
     def _frames_are_whole_patches(self) -> "Vision":
         if self.frame_size % self.patch_size:
-            raise ValueError(f"frame_size {self.frame_size} does not divide by patch_size {self.patch_size}.")
+            raise ValueError(
+                f"frame_size: expected a multiple of patch_size, {self.patch_size}, got {self.frame_size}."
+            )
         return self
 
 

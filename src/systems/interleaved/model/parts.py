@@ -44,16 +44,24 @@ def require_connector(
     """Raises ValueError if the connector does not fit the frames. patches: per side of a frame."""
     if resampler is None:
         if patches % (scale_factor or 2):
-            raise ValueError(f"scale_factor {scale_factor or 2}: the {patches} patches of a side do not divide by it.")
+            raise ValueError(
+                f"scale_factor: expected a divisor of the {patches} patches per side of a frame, "
+                f"got {scale_factor or 2}."
+            )
         return
     if scale_factor is not None:
         raise ValueError(
-            "scale_factor: it is of the pixel shuffle, and there is a resampler. Leave one of the two out."
+            f"scale_factor: {scale_factor} is only for the pixel shuffle, but there is a resampler. "
+            "Remove one of the two."
         )
     if max_tiles > 1:
-        raise ValueError("max_tiles: with a resampler (Idefics2) images are not cut into tiles. Leave it out.")
+        raise ValueError(
+            f"max_tiles: {max_tiles}, but with a resampler (Idefics2) images are not cut into tiles. Remove it."
+        )
     if hidden_size % resampler.num_heads:
-        raise ValueError(f"resampler.num_heads: hidden_size {hidden_size} does not divide by {resampler.num_heads}.")
+        raise ValueError(
+            f"resampler.num_heads: expected a divisor of hidden_size, {hidden_size}, got {resampler.num_heads}."
+        )
 
 
 def tokens_of_frame(scale_factor: int | None, resampler: Resampler | None, patches: int) -> int:

@@ -35,7 +35,7 @@ class Config(ModelConfig):
     @classmethod
     def _something_learns(cls, frozen: list[Part]) -> list[Part]:
         if len(set(frozen)) == 4:
-            raise ValueError("every part is frozen, so nothing would be learned. Leave one out.")
+            raise ValueError("every part is frozen, so nothing would be learned. Remove one.")
         return frozen
 
     def build(self, places: Places) -> "PreTrainedModel":

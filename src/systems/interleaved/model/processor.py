@@ -89,11 +89,11 @@ def read_images_config(checkpoint: Path) -> Any:
     run = checkpoint.resolve().parents[1]
     if not (run / "exp_dict.json").is_file():
         raise ConfigError(
-            f"{checkpoint}: how images became frames is in its run's exp_dict.json. "
-            "Name a checkpoint that is in its run."
+            f"{checkpoint}: {run} has no exp_dict.json with the image settings. "
+            "Name a checkpoint in the folder of its run."
         )
     experiment: Any = load_experiment(SavedRun(run).exp, str(run))
     images = getattr(experiment.data, "images", None)
     if images is None:
-        raise ConfigError(f"{run}: its data are {experiment.data.name!r}, and have no images.")
+        raise ConfigError(f"{run}: its data {experiment.data.name!r} have no images. Name a run that reads images.")
     return images

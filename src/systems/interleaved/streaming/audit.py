@@ -69,7 +69,10 @@ def replay(run: Path, data_path: Path, step: int | None = None) -> Delivery:
         raise ConfigError(f"{run}: its data set is not 'streamed'. Name a run that trains on streamed data.")
     folder = checkpoints.newest_complete(run) if step is None else checkpoints.folder(run, step)
     if folder is None or not folder.is_dir():
-        raise CheckpointError(f"{run}: has no checkpoint{'' if step is None else f' of step {step}'}.")
+        steps = ", ".join(str(checkpoints.step_of(path)) for path in checkpoints.list_all(run)) or "none"
+        raise CheckpointError(
+            f"{run}: has no checkpoint{'' if step is None else f' of step {step}'}. Existing steps: {steps}."
+        )
     from src.data.text import tokenizers
 
     tokenizer = tokenizers.load(folder / "tokenizer")
@@ -86,8 +89,8 @@ def replay(run: Path, data_path: Path, step: int | None = None) -> Delivery:
         cursor |= row.cursor
     if cursor != state["cursor"]:
         raise RunError(
-            f"{folder}: its lanes are not where the data and the branches lead. "
-            "Were the data changed, or branch.json by hand?"
+            f"{folder}: its cursor differs from the one recomputed from the data and branch.json. "
+            "If either was changed, restore it from a copy."
         )
     data.quarantine.attach(run)
     unreadable = {key for key in pieces if data.is_unreadable(key[1], key[2])}

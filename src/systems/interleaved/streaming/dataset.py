@@ -104,7 +104,8 @@ class Config(DatasetConfig):
             for shard in shard_list.shards:
                 if not (shard_list.folder / shard.index).is_file():
                     raise DataError(
-                        f"data.sources.{name}: {shard_list.folder / shard.index}: no such file. Index the tars again."
+                        f"data.sources.{name}: {shard_list.folder / shard.index}: no such file. "
+                        "Index the tars again with python -m data_prep.interleaved.index."
                     )
             self._check_fields(name, shard_list)
 
@@ -117,7 +118,7 @@ class Config(DatasetConfig):
             options = f"--fields '{json.dumps(fields.as_json())}'"
             raise DataError(
                 f"data.sources.{name}.fields: the tars in {shard_list.folder} were indexed with "
-                f"{json.dumps(indexed or {})}. Index them with {options}, or write that here."
+                f"{json.dumps(indexed or {})}. Index them again with {options}, or set fields to that."
             )
 
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
@@ -125,8 +126,8 @@ class Config(DatasetConfig):
         frame = self.images.image_tokens + 3
         if frame > self.sequence_tokens:
             raise ConfigError(
-                f"data.sequence_tokens: a frame has {frame} tokens with those around it, and a row "
-                f"{self.sequence_tokens}."
+                f"data.sequence_tokens: {self.sequence_tokens}, but a frame and the tokens around it need {frame}. "
+                f"Set it to at least {frame}."
             )
 
     def batch_lengths(self) -> tuple[int, ...]:

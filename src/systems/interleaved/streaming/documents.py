@@ -240,11 +240,11 @@ class Documents:
                 image = self._image(document, element.part, part_contents, swaps)
                 content.images.append(self.images.config.frames(image, self._index(shard).max_pixels))
                 if len(content.images[-1]) != element.grid.frames:
-                    raise DataError("an image has another size than the index says")
+                    raise DataError("the size of an image differs from the index")
             else:
                 ids = part_ids[element.part]
                 if len(ids) != element.first + element.tokens + element.rest:
-                    raise DataError("a text has other tokens than the index says")
+                    raise DataError("the tokens of a text differ from the index")
                 ids = ids[element.first : element.first + element.tokens]
             content.ids += ids
             content.loss_mask += [element.kind == TEXT] * len(ids)
@@ -351,8 +351,8 @@ class Documents:
         )
         if len(index) != shard_entry.documents:
             raise DataError(
-                f"{shard_entry.index}: of {len(index)} documents, "
-                f"and the list says {shard_entry.documents}. Index the tars again."
+                f"{shard_entry.index}: has {len(index)} documents, but shards.json lists {shard_entry.documents}. "
+                "Index the tars again with python -m data_prep.interleaved.index."
             )
         return index
 

@@ -58,11 +58,13 @@ class ImagesConfig(StrictConfig):
         if self.max_size % self.frame_size:
             raise ValueError(f"max_size: expected a multiple of frame_size, {self.frame_size}, got {self.max_size}.")
         if self.style == "idefics2" and self.max_size > self.frame_size:
-            raise ValueError("max_size: only 'idefics3' cuts images into tiles. Write that of frame_size.")
+            raise ValueError(
+                f"max_size: {self.max_size}, but only 'idefics3' cuts images into tiles. "
+                f"Set it to frame_size, {self.frame_size}."
+            )
         if self.style == "idefics2" and self.enlarge:
             raise ValueError(
-                "enlarge: for 'idefics2' every image is brought to the size of a frame, "
-                "so it would be ignored. Remove it."
+                "enlarge: would be ignored, as 'idefics2' resizes every image to the size of a frame. Remove it."
             )
         return self
 
@@ -139,7 +141,8 @@ class ImageTokens:
         missing = [token for token in config.special_tokens() if token not in vocabulary]
         if missing:
             raise DataError(
-                f"the tokenizer has no token {missing[0]!r}: take a model that reads images, such as 'vision_language'."
+                f"model: the tokenizer has no token {missing[0]!r}. "
+                "Use a model that reads images, such as 'vision_language'."
             )
         self._ids = {token: vocabulary[token] for token in config.special_tokens()}
         self._line = tuple(tokenizer("\n", add_special_tokens=False)["input_ids"])

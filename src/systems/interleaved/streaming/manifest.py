@@ -81,12 +81,13 @@ def load(folder: Path) -> Manifest:
     try:
         shards = [_check(Shard(**shard)) for shard in raw["shards"]]
         facts = dict(raw["facts"])
-        if len({shard.url for shard in shards}) < len(shards):
-            raise ValueError("duplicate shard")
+        urls = [shard.url for shard in shards]
+        if len(set(urls)) < len(urls):
+            raise ValueError(f"duplicate shard {next(url for url in urls if urls.count(url) > 1)}")
     except (TypeError, KeyError, ValueError) as error:
-        raise DataError(f"{path}: no list of shards ({error}). {advice}") from None
+        raise DataError(f"{path}: not a list of shards ({error}). {advice}") from None
     if not any(shard.documents for shard in shards):
-        raise DataError(f"{path}: lists no document. {advice}")
+        raise DataError(f"{path}: lists no documents. {advice}")
     return Manifest(folder, shards, facts)
 
 
@@ -101,7 +102,7 @@ def _check(shard: Shard) -> Shard:
         shard.sample or "",
     )
     if not all(isinstance(text, str) for text in texts) or not shard.url:
-        raise ValueError(f"a shard is not described by texts: {str(shard.url)[:80]!r}")
+        raise ValueError(f"shard {str(shard.url)[:80]!r}: expected texts for its url, index, source and digests")
     if type(shard.documents) is not int or type(shard.bytes) is not int or shard.documents < 0 or shard.bytes < 0:
         raise ValueError(
             f"{shard.url}: expected numbers of documents and bytes, got {shard.documents!r} and {shard.bytes!r}"

@@ -94,7 +94,8 @@ class ShardFiles:
             )
         if len(content) < size:
             raise ChangedShardError(
-                f"{shard.url}: ends before byte {offset + size}, but had {shard.bytes} bytes when it was indexed."
+                f"{shard.url}: ends before byte {offset + size}, but had {shard.bytes} bytes when it was indexed. "
+                "Index it again."
             )
         return content
 
@@ -177,7 +178,8 @@ class ShardFiles:
         """Read a byte range of an object from the server, without the cache."""
         if offset + size > shard.bytes:
             raise ChangedShardError(
-                f"{shard.url}: ends before byte {offset + size}, but had {shard.bytes} bytes when it was indexed."
+                f"{shard.url}: ends before byte {offset + size}, but had {shard.bytes} bytes when it was indexed. "
+                "Index it again."
             )
         content = io.BytesIO()
         source = Source(shard.url, shard.bytes, shard.etag)

@@ -48,12 +48,15 @@ def list_shards(words: Sequence[str]) -> list[ShardSource]:
             for source in one:
                 if before := places.get(source.url):
                     raise DataError(
-                        f"{place}: {source.url} is listed twice, first by {before}. Each document would be read twice."
+                        f"{place}: {source.url} is listed twice, first by {before}. "
+                        "Each document would be read twice. Remove one."
                     )
                 places[source.url] = place
                 shards.append(source)
     if not shards:
-        raise DataError("no shards are listed.")
+        raise DataError(
+            "no shards are listed. Name tars, folders with shards.json, or .txt files with a tar on each line."
+        )
     return shards
 
 
@@ -69,7 +72,7 @@ def _entries(name: str) -> Iterator[tuple[str, list[ShardSource]]]:
     except FileNotFoundError:
         raise DataError(f"{path}: no such file.") from None
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: no list of shards: it is not UTF-8 text at byte {error.start}.") from None
+        raise DataError(f"{path}: not UTF-8 text at byte {error.start}. Write a path or URL on each line.") from None
     if not any(line.strip() for line in lines):
         raise DataError(f"{path}: lists no shard. Expected a path, s3://BUCKET/KEY or pipe:COMMAND on each line.")
     for number, line in enumerate(lines, 1):
@@ -89,7 +92,7 @@ def _expand_ranges(text: str, place: str) -> list[str]:
         return [text]
     first, last = match.groups()
     if int(first) > int(last):
-        raise DataError(f"{place}: the range {match[0]} is empty.")
+        raise DataError(f"{place}: the range {match[0]} is empty. Write the smaller number first.")
     width = max(len(first), len(last)) if first.startswith("0") or last.startswith("0") else 0
     rest = _expand_ranges(text[match.end() :], place)
     return [
@@ -103,8 +106,8 @@ def _match(text: str, folder: Path, place: str) -> list[ShardSource]:
     if text.endswith(_COMPRESSION_SUFFIXES):
         reader = "gzip -dc FILE" if text.endswith("gz") else "COMMAND"
         raise DataError(
-            f"{place}: {text}: a compressed tar cannot be read in any order. "
-            f'Give "pipe:{reader}", which unpacks it, or unpack it.'
+            f"{place}: {text}: a compressed tar has no random access. "
+            f'Unpack it, or use "pipe:{reader}", which unpacks it on each download.'
         )
     if text.startswith(objects.SCHEMES):
         urls = _list_keys(text) if _PATTERN.search(text) else [text]
@@ -121,7 +124,7 @@ def _match(text: str, folder: Path, place: str) -> list[ShardSource]:
         return [ShardSource(_absolute(folder, text))]
     matched = sorted(glob.glob(str(path), recursive=True))
     if not matched:
-        raise DataError(f"{place}: no file is matched by {path}.")
+        raise DataError(f"{place}: no file matches {path}. Check the pattern.")
     return [ShardSource(_absolute(Path(), each)) for each in matched]
 
 
@@ -133,7 +136,7 @@ def _list_keys(pattern: str) -> list[str]:
     try:
         urls = objects.list_urls(pattern, PATIENCE)
     except Interruption as error:
-        raise DataError(f"{pattern}: the server does not list its keys: {error}.") from None
+        raise DataError(f"{pattern}: the server does not list its keys: {error}. List each URL instead.") from None
     if not urls:
-        raise DataError(f"{pattern}: no key matches.")
+        raise DataError(f"{pattern}: no key matches. Check the pattern.")
     return urls

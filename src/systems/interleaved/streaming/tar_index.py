@@ -215,16 +215,17 @@ def load_file(path: Path, size: int, tar: str, expected: str | None = None) -> T
         raise DataError(f"{path}: no such file. {advice}") from None
     content, digest = content[:-32], content[-32:]
     if not content.startswith(_MAGIC) or hashlib.sha256(content).digest() != digest:
-        raise DataError(f"{path}: damaged, or no index. {advice}")
+        raise DataError(f"{path}: damaged, or not an index. {advice}")
     if expected is not None and digest.hex() != expected:
         raise DataError(
-            f"{path}: not the index that shards.json lists, so rows would differ. Restore it, or make both again."
+            f"{path}: not the index that shards.json lists, so rows would differ. Restore it, or make both again "
+            "with python -m data_prep.interleaved.index."
         )
     read = io.BytesIO(content[len(_MAGIC) :])
     facts = parse_json(read.readline(), str(path), DataError)
     if facts.pop("format") != _FORMAT:
-        raise DataError(f"{path}: of another version of this project. {advice}")
+        raise DataError(f"{path}: written by another version of this project. {advice}")
     if facts["bytes"] != size:
-        raise DataError(f"{path}: of a tar of {facts['bytes']} bytes, and {tar} has {size}. {advice}")
+        raise DataError(f"{path}: made for a tar of {facts['bytes']} bytes, but {tar} has {size}. {advice}")
     documents, parts, *tokens = (np.load(read, allow_pickle=False) for _ in range(3 if "tokenizer" in facts else 2))
     return TarIndex(documents, parts, facts, *tokens)

@@ -155,7 +155,7 @@ def _read_item(column: str | None, raw: Any, text: str) -> Item:
         return Item(key, value, column=column)
     start, end = _index(raw, "char_start_idx"), _index(raw, "char_end_idx")
     if not start <= end <= len(text):
-        raise DataError(f": the span [{start}, {end}) is not in the text of {len(text)} characters.")
+        raise DataError(f": the span [{start}, {end}) is not in the text of {len(text)} characters. Correct it.")
     start_place, end_place = (
         _index(raw, name) if name in raw else None for name in ("relative_start_pos", "relative_end_pos")
     )

@@ -67,13 +67,21 @@ class Config(DatasetConfig):
             for column in names:
                 self.require_written(field, column)
         if bool(self.weights) != (self.sampling != "all"):
-            raise ValueError("weights: needed for sampling 'weighted' and 'independent', and not allowed for 'all'.")
+            raise ValueError(
+                "weights: ignored by sampling 'all'. Remove them."
+                if self.weights
+                else f"weights: missing, but sampling {self.sampling!r} needs them. Add one for each column."
+            )
         if self.weights and not any(self.weights.values()):
             raise ValueError(
                 "weights: all are 0, so no metadata would ever be drawn. Give one a weight, or set probability to 0."
             )
-        if any(weight < 0 or (self.sampling == "independent" and weight > 1) for weight in self.weights.values()):
-            raise ValueError("weights: expected numbers from 0 on, for sampling 'independent' probabilities.")
+        most, expected = (1, "probabilities") if self.sampling == "independent" else (float("inf"), "numbers from 0 on")
+        for column, weight in self.weights.items():
+            if not 0 <= weight <= most:
+                raise ValueError(
+                    f"weights: expected {expected} for sampling {self.sampling!r}, got {column}: {weight:g}."
+                )
         return self
 
     def require_written(self, field: str, column: str) -> None:
@@ -82,10 +90,11 @@ class Config(DatasetConfig):
         if column not in known_columns:
             raise ValueError(f"{field}: {unknown_text('column', column, known_columns)}")
         if self.columns is not None and key_of(column) not in map(key_of, self.columns):
-            raise ValueError(f"{field}: {column!r} is not among data.columns: {', '.join(self.columns)}.")
+            raise ValueError(f"{field}: {column!r} is not among data.columns: {', '.join(self.columns)}. Add it there.")
         if key_of(column) not in self.writing.keys:
             raise ValueError(
-                f"{field}: {column!r} would never be written: {key_of(column)!r} is not among writing.keys."
+                f"{field}: {column!r} would never be written: {key_of(column)!r} is not among writing.keys. "
+                "Add it there."
             )
 
     def column_weight(self, column: str) -> float:
@@ -250,7 +259,9 @@ class MetadataBlocks:
         )
         self._pieces = [(number, piece) for number, pieces in by_document for piece in pieces]
         if not self._pieces:
-            raise DataError(f"data.corpus: no document of {self.config.corpus!r} has a token to learn.")
+            raise DataError(
+                f"data.corpus: no document of {self.config.corpus!r} has a token to learn. Use another corpus."
+            )
 
     def __len__(self) -> int:
         """Number of blocks."""

@@ -84,7 +84,7 @@ class Writing(Config):
                 "local_key_names: renames the keys of list_local_keys, which is off. Remove it, or set list_local_keys."
             )
         if self.special_tokens and not (self.run_starts and self.run_ends):
-            raise ValueError("special_tokens: needs run_starts and run_ends, and one of them is empty.")
+            raise ValueError("special_tokens: needs run_starts and run_ends, but one of them is empty. Set both.")
         return self
 
     def new_tokens(self) -> list[str]:
@@ -154,10 +154,13 @@ class ExampleMaker:
             )
         self._most = int(room * writing.prefix_share)
         if len(self._separator) >= self._most:
-            raise ConfigError(f"data.sequence_tokens: {room} tokens leave no room for a prefix and its separator.")
+            raise ConfigError(
+                f"data.sequence_tokens: {room} tokens leave no room for a prefix and its separator. Raise it."
+            )
         if self._most + len(self._space) >= room:
             raise ConfigError(
-                f"data.writing.prefix_share: {writing.prefix_share:g} of {room} tokens leaves no room for the text."
+                f"data.writing.prefix_share: {writing.prefix_share:g} of {room} tokens leaves no room for the text. "
+                "Lower it."
             )
 
     def rewritten(self, **changes: Any) -> "ExampleMaker":

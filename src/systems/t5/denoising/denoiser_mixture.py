@@ -61,7 +61,8 @@ class DenoiserMixture(DenoisingDataset):
         total = blocks * BLOCK + sum(self._last)
         if not total:
             raise DataError(
-                f"{documents.path}: {remaining_tokens} tokens are too few for a row of the most frequent denoiser."
+                f"{documents.path}: {remaining_tokens} tokens are too few for a row of the most frequent denoiser. "
+                "Add text, or lower data.input_tokens."
             )
         self._sample_indices = (
             range(total) if most is None else jsonl.select_validation_rows(total, most, documents.path)

@@ -58,7 +58,7 @@ def read_vocabulary(path: Path) -> Vocabulary:
         try:
             text = " ".join(line.decode().lower().split())
         except UnicodeDecodeError as error:
-            raise DataError(f"{path}:{number}: not UTF-8 ({error.reason}).") from None
+            raise DataError(f"{path}:{number}: not UTF-8 ({error.reason}). Save it as UTF-8.") from None
         ends = [word.end() for word in _WORD.finditer(text)]
         if len(ends) < 2:
             raise DataError(f"{path}:{number}: expected an n-gram of two or more words, got {text!r}.")

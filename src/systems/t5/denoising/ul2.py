@@ -42,7 +42,10 @@ class Denoiser(StrictConfig):
     @model_validator(mode="after")
     def _both_or_neither(self) -> "Denoiser":
         if (self.mean_span_tokens is None) != (self.noise_density is None):
-            raise ValueError("expected mean_span_tokens and noise_density, or neither for a prefix language model.")
+            got = "mean_span_tokens" if self.noise_density is None else "noise_density"
+            raise ValueError(
+                f"expected mean_span_tokens and noise_density, or neither for a prefix language model, got only {got}."
+            )
         return self
 
     def lengths(self, input_tokens: int) -> "Lengths":
@@ -157,7 +160,8 @@ class Config(DenoisingConfig):
         if denoiser.mean_span_tokens is None or denoiser.noise_density is None:
             if lengths.raw < 2:
                 raise ConfigError(
-                    f"{where}: the {len(mode)} tokens of its mode leave no room in {self.input_tokens} input tokens."
+                    f"{where}: the {len(mode)} tokens of its mode leave no room in {self.input_tokens} input tokens. "
+                    "Raise data.input_tokens."
                 )
             return DenoiserSpec(denoiser.rate, lengths.raw, mode, partial(cut_row, eos_id=encoder.eos_id))
         ids = np.array(sentinels.require(tokenizer, lengths.sentinels, where), dtype=np.int32)

@@ -135,7 +135,10 @@ def _require_columns(task: task_table.NamedTask, path: Path) -> None:
         row = jsonl.parse(file.readline(), f"{path}:1")
     for column in task.task.columns:
         if column not in row:
-            raise DataError(f"{path}:1: missing column {column!r} of task {task.name!r}, got {', '.join(row)}.")
+            raise DataError(
+                f"{path}:1: missing column {column!r} of task {task.name!r}, got {', '.join(row)}. "
+                "Prepare this task with data_prep.t5.prepare_task, or set data.corpus to its folder."
+            )
 
 
 def require_number(label: str, task: task_table.Task, where: str) -> None:

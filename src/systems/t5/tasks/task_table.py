@@ -112,7 +112,10 @@ class Task(Config):
                 f"labels: expected texts without outer white space and not {MISSING_LABEL!r}, got {self.labels}."
             )
         if (self.kind == "regression") != (self.range is not None):
-            raise ValueError("range: required for kind 'regression', and only allowed for it.")
+            action = "Add it" if self.range is None else "Remove it"
+            raise ValueError(
+                f"range: required for kind 'regression' and only allowed for it, got {self.kind!r}. {action}."
+            )
         if self.range is not None and not (len(self.range) == 2 and self.range[0] < self.range[1]):
             raise ValueError(f"range: expected [lowest, highest], got {self.range}.")
         known_metrics = {"classes": _CLASS_METRICS, "regression": _NUMBER_METRICS, "text": set(_TEXT_METRICS)}[

@@ -270,7 +270,7 @@ def test_check(cluster: Cluster, monkeypatch: pytest.MonkeyPatch):
         ({"time": "soon"}, r"time: expected minutes as an int, 'HH:MM:SS' or 'D-HH:MM:SS', got 'soon'"),
         ({"time": 0}, "longer than 0"),
         ({"time": True}, "time"),
-        ({"time": 1}, r"signal_seconds: 120 seconds before the time limit is before the start"),
+        ({"time": 1}, r"signal_seconds: expected less than .time., 1, got 120 seconds"),
         ({"partition": "two words"}, "partition"),
         ({"mem": "much"}, "mem"),
         ({"gpus_per_node": "four"}, "gpus_per_node"),

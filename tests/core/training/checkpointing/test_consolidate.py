@@ -321,7 +321,7 @@ FIRST, SECOND, THIRD, MODEL = (
                                                        f"it could run code")),
         (lambda zero: torch.save({"weights": torch.zeros(2)}, zero / SECOND), (f"{SECOND}: not a shard of DeepSpeed "
                                                                               f"ZeRO")),
-        (shutil.rmtree, "no shards of DeepSpeed ZeRO"),
+        (shutil.rmtree, "no shards: neither zero_pp_rank"),
     ],
 )  # fmt: skip
 def test_shards_that_do_not_go_together_are_named_in_one_line(

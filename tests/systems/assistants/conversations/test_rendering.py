@@ -133,11 +133,11 @@ CHANGES = (
     [
         (
             "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}",
-            "data.writing.template: .*messages 0 2 of 0 1 2 3",
+            "data.writing.template: .*the messages 0, 1, 2, 3, got 0, 2",
         ),
         (
             "{% for m in messages %}{{ m['content'] }}{{ m['content'] }}{% endfor %}",
-            "messages 0 0 1 1 2 2 3 3 of 0 1 2 3",
+            "the messages 0, 1, 2, 3, got 0, 0, 1, 1, 2, 2, 3, 3",
         ),
         ("{{ raise_exception('no') }}", r"user assistant user assistant \(no\)"),
         ("{% for m in messages %}{{ m['content'] }}", "the template rejects"),

@@ -68,7 +68,11 @@ def test_preferences_of_a_browser_are_in_the_file(browser: Browser, folder: Path
             expect(page.get_by_text(f"2 is better: saved to {output}.")).to_be_visible()
             expect(page.locator(better)).to_have_count(0)
             say(page, "x" * 90)
-            expect(page.get_by_text("exceed the 96 positions of the model. Restart it with /reset")).to_be_visible()
+            expect(
+                page.get_by_text(
+                    "exceed the 96 positions of the model. Write less, or lower max_new_tokens. /reset restarts it."
+                )
+            ).to_be_visible()
             say(page, "!reset")
             expect(page.get_by_text(HOSTILE, exact=True)).to_have_count(0)
             say(page, "2?")

@@ -201,9 +201,9 @@ def test_a_checkpoint_away_from_its_run_is_not_exported(tmp_path: Path, capsys: 
     (run / "exp_dict.json").unlink()
     assert run_export(places, checkpoints.folder(run, 4), tmp_path / "out") == 1
     assert (
-        "how images became frames is in its run's exp_dict.json. Name a checkpoint that is in its run."
+        "has no exp_dict.json with the image settings. Name a checkpoint in the folder of its run."
         in capsys.readouterr().err
     )
     assert not (tmp_path / "out").exists()
-    with pytest.raises(ConfigError, match="Name a checkpoint that is in its run"):
+    with pytest.raises(ConfigError, match="Name a checkpoint in the folder of its run"):
         read_images_config(checkpoints.folder(run, 4))

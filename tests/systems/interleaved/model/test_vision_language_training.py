@@ -113,7 +113,7 @@ def test_adapters_train_around_a_trained_model(folder: Path, tmp_path: Path, cap
     wrong = override(exp, {"data.images.image_tokens": 2})
     assert toy.main(["-e", "child", "--dry-run"], {"pages": [PLAIN], "child": [wrong]}, tmp_path) == 1
     assert (
-        "the model reads frames of 8 pixels a side as 1 tokens each, and frame_size is 8 and image_tokens 2"
+        "frame_size is 8 and image_tokens is 2, but the model reads frames of 8 pixels a side as 1 tokens each"
         in capsys.readouterr().err
     )
 

@@ -121,7 +121,7 @@ def test_the_index_must_be_the_one_that_is_listed(tmp_path: Path):
     change_manifest(listing.folder, index_digest=tar_index.digest_of(index))
     assert open_data(tmp_path).fingerprint != before
     change_manifest(listing.folder, documents=24)
-    with pytest.raises(DataError, match=r"of 25 documents, and the list says 24"):
+    with pytest.raises(DataError, match=r"has 25 documents, but shards\.json lists 24"):
         open_data(tmp_path).pieces(0)
 
 
@@ -158,7 +158,7 @@ def test_part_that_differs_from_the_index_is_bad(tmp_path: Path, parts: list[Any
 )
 def test_lists_must_be_of_texts_and_numbers(tmp_path: Path, changes: dict[str, Any]):
     listing = pages.write_pages(tmp_path, 60)
-    with pytest.raises(DataError, match=r"shards\.json: no list of shards"):
+    with pytest.raises(DataError, match=r"shards\.json: not a list of shards"):
         change_manifest(listing.folder, **changes)
 
 

@@ -521,7 +521,7 @@ def test_rows_survive_pickling(two: Path):
             {},
             r"sources\.b\.rate: missing\. Write a rate for each source",
         ),
-        (ONE, {"sequence_tokens": 3}, r"a frame has 4 tokens with those around it, and a row 3"),
+        (ONE, {"sequence_tokens": 3}, r"data.sequence_tokens: 3, but a frame and the tokens around it need 4"),
         ({"pages": {"path": "nowhere"}}, {}, r"shards\.json: no such file"),
     ],
 )
@@ -563,7 +563,7 @@ def test_lists_are_checked(tmp_path: Path):
     with pytest.raises(DataError, match="no such file"):
         manifest.load(tmp_path)
     for content, match in (
-        ("{}", "no list of shards"),
+        ("{}", "not a list of shards"),
         ('{"shards": [], "facts": {}}', "lists no document"),
         ("[", "shards.json"),
     ):

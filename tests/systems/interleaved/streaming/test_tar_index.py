@@ -186,11 +186,11 @@ def test_an_index_is_of_its_tar(tmp_path: Path):
     assert result.facts == index.facts
     content = index_path.read_bytes()
     index_path.write_bytes(content[:100] + b"x" + content[101:])
-    with pytest.raises(DataError, match=r"damaged, or no index"):
+    with pytest.raises(DataError, match=r"damaged, or not an index"):
         tar_index.load(path)
     index_path.write_bytes(content)
     path.write_bytes(WHOLE + bytes(512))
-    with pytest.raises(DataError, match=f"of a tar of {len(WHOLE)} bytes, and a.tar has {len(WHOLE) + 512}"):
+    with pytest.raises(DataError, match=f"made for a tar of {len(WHOLE)} bytes, but a.tar has {len(WHOLE) + 512}"):
         tar_index.load(path)
     path.unlink()
     with pytest.raises(DataError, match=r"a\.tar: no such file"):

@@ -97,8 +97,8 @@ def test_only_listed_columns_are_read():
             {"metadata": [{**TITLE, "value": "\udfff"}]},
             "metadata[0].value: \\udfff at character 0 is half of a surrogate pair",
         ),
-        ({"metadata": [tag(0, 4)]}, "metadata[0]: the span [0, 4) is not in the text of 3 characters."),
-        ({"metadata": [tag(2, 1)]}, "metadata[0]: the span [2, 1) is not in the text of 3 characters."),
+        ({"metadata": [tag(0, 4)]}, "metadata[0]: the span [0, 4) is not in the text of 3 characters. Correct it."),
+        ({"metadata": [tag(2, 1)]}, "metadata[0]: the span [2, 1) is not in the text of 3 characters. Correct it."),
         ({"metadata": [tag(-1, 1)]}, "metadata[0].char_start_idx: expected a number from 0 on, got -1."),
         ({"metadata": [tag(0, True)]}, "metadata[0].char_end_idx: expected a number from 0 on, got True."),
         ({"metadata": [tag(0, 1, relative_start_pos=0)]}, "metadata[0].relative_end_pos: missing"),
@@ -124,7 +124,10 @@ def test_only_listed_columns_are_read():
             {"metadata": [{**TITLE, "key": "timestamp", "value": "2018"}]},
             "metadata[0].value: expected a date, such as 2018-12-10",
         ),
-        ({"metadata_html": [tag(0, 9)]}, "metadata_html[0]: the span [0, 9) is not in the text of 3 characters."),
+        (
+            {"metadata_html": [tag(0, 9)]},
+            "metadata_html[0]: the span [0, 9) is not in the text of 3 characters. Correct it.",
+        ),
     ],
 )
 def test_errors_name_file_line_and_item(changes: dict[str, Any], message: str, tmp_path: Path):

@@ -35,7 +35,10 @@ class Model:
         self._triton: Any = import_module("triton_python_backend_utils")
         self._model = load_served(run, Places(Path(self.data), run.parent), device, self.mode)
         if self._model.fingerprint != expected_fingerprint:
-            raise CheckpointError(f"{run}: the weights have changed since this repository was written. Write it again.")
+            raise CheckpointError(
+                f"{run}: the weights have changed since this repository was written. "
+                "Write it again with python -m src.systems.assistants.serving.triton.repository."
+            )
 
     def execute(self, requests: list[Any]) -> list[Any]:
         """Answer requests. Each is a separate batch, so other requests do not change its padding or rounding."""

@@ -72,7 +72,8 @@ class ShardCache:
         """
         if shard.bytes > self.limit:
             raise ConfigError(
-                f"{self.folder}: a cache of {self.limit} bytes is too small for {shard.url}, which has {shard.bytes}."
+                f"{self.folder}: a cache of {self.limit} bytes is too small for {shard.url}, which has {shard.bytes}. "
+                "Raise SHARD_CACHE_GB."
             )
         deadline, was_there = time.monotonic() + self.patience, True
         while True:
@@ -91,8 +92,8 @@ class ShardCache:
                 return None
             if time.monotonic() > deadline:
                 raise ShardUnavailable(
-                    f"{shard.url}: no room in {self.folder} for {self.patience:g} s: other shards that "
-                    f"are being read fill its {self.limit} bytes. Give it more, for at least one shard of each process."
+                    f"{shard.url}: no room in {self.folder} for {self.patience:g} s: other shards being read fill its "
+                    f"{self.limit} bytes. Raise SHARD_CACHE_GB to at least one shard per process."
                 )
             time.sleep(_POLL)
 
@@ -211,7 +212,7 @@ class ShardCache:
                     break
                 if attempt:
                     raise ChangedShardError(
-                        f"{shard.url}: its sha256 is not the one that was indexed, twice. Index it again."
+                        f"{shard.url}: its sha256 differs from the index, also after a second download. Index it again."
                     )
             os.fsync(part)
         with self._folder_lock(shard), self._refusals(shard):
@@ -275,12 +276,14 @@ class ShardCache:
                     changed_at, changed = time.monotonic(), (facts.st_mtime_ns, facts.st_nlink)
                 elif time.monotonic() > changed_at + self.patience:
                     raise ShardUnavailable(
-                        f"{what}: another process fetches it, and has not gone on for {self.patience:g} s."
+                        f"{what}: another process is downloading it, but made no progress for {self.patience:g} s. "
+                        "Stop that process, then start again."
                     ) from None
                 time.sleep(_POLL)
             except OSError as error:
                 raise ConfigError(
-                    f"{self.folder}: its disk has no locks ({error.strerror}). Choose one of this machine's own."
+                    f"{self.folder}: this file system does not support locks ({error.strerror}). "
+                    "Set SHARD_CACHE to a folder on a local disk."
                 ) from None
 
     @contextlib.contextmanager
@@ -290,7 +293,7 @@ class ShardCache:
         except OSError as error:
             raise ShardUnavailable(
                 f"{shard.url}: its {shard.bytes} bytes cannot be stored in {self.folder}: {error.strerror}. "
-                "Make room there, or choose another folder or a smaller limit."
+                "Make room there, set SHARD_CACHE to another folder, or lower SHARD_CACHE_GB."
             ) from None
 
 

@@ -176,7 +176,7 @@ def _read_profile() -> dict[str, str]:
     unread = [key for key in profile if key in ("role_arn", "credential_process") or key.startswith("sso_")]
     if "aws_access_key_id" not in profile and (unread or (name != "default" and not profile)):
         raise ConfigError(
-            f"AWS_PROFILE {name}: {f'{unread[0]} is not read here' if unread else f'not in {folder}'}. "
+            f"AWS_PROFILE {name}: {f'{unread[0]} is not supported' if unread else f'not in {folder}'}. "
             f'Export its keys: eval "$(aws configure export-credentials --profile {name} --format env)"'
         )
     names = {
@@ -195,7 +195,7 @@ def _read_ini(path: Path) -> configparser.RawConfigParser:
     try:
         profiles.read(path)
     except (configparser.Error, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {_first_line(error)}") from None
+        raise ConfigError(f"{path}: cannot be read: {_first_line(error)}. Correct the file.") from None
     return profiles
 
 
@@ -249,9 +249,7 @@ def _explain(url: str, error: Exception) -> Exception:
     code = match[1] if match else ""
     if name == "PreconditionError" or code == "InvalidRange":
         changed = "ETag" if name == "PreconditionError" else "size"
-        return ChangedShardError(
-            f"{url}: another object than the indexed one: its {changed} has changed. Index it again."
-        )
+        return ChangedShardError(f"{url}: its {changed} has changed since it was indexed. Index it again.")
     if name in _FINAL or code in _CREDENTIALS:
         text = f"{url}: {_FINAL.get(name, 'access denied')}{f' ({code})' if code else ''}."
         if code in _CREDENTIALS or name != "FileNotFoundError":
@@ -279,7 +277,7 @@ def _head_of_hub(url: str) -> tuple[int, str | None]:
 def _read_from_hub(url: str, etag: str | None, begin: int, end: int) -> Range:
     total, current = _head_of_hub(url)
     if etag is not None and current != etag:
-        raise ChangedShardError(f"{url}: another object than the indexed one: its hash has changed. Index it again.")
+        raise ChangedShardError(f"{url}: its hash has changed since it was indexed. Index it again.")
 
     def chunks() -> Generator[bytes]:
         with _translate_hub_errors(url), _hub(os.getpid()).open(url.removeprefix(HUB), "rb", block_size=0) as file:

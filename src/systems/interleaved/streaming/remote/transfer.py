@@ -56,7 +56,8 @@ class _Tries:
             self.best, self.since, self.pause = at, now, _FIRST_PAUSE
         if now + self.pause > self.since + self.patience:
             raise ShardUnavailable(
-                f"{self.url}: given up at byte {at}: no new byte in {self.patience:.3g} s: {error}."
+                f"{self.url}: given up at byte {at}: no new byte in {self.patience:.3g} s: {error}. "
+                "Check the network and the server."
             ) from None
         time.sleep(self.pause * random.SystemRandom().uniform(0.5, 1))
         self.pause = min(2 * self.pause, _LONGEST_PAUSE)
@@ -148,7 +149,8 @@ def _run(source: Source, patience: float) -> Generator[bytes]:
                 count += len(chunk)
                 if source.size is not None and count > source.size:
                     raise ChangedShardError(
-                        f"{source.url}: the command writes more than the {source.size} bytes that were indexed."
+                        f"{source.url}: the command writes more than the {source.size} bytes that were indexed. "
+                        "Index it again."
                     )
                 yield chunk
             status = process.wait(patience)

@@ -81,7 +81,7 @@ class Fields(StrictConfig):
             if not entry.suffix or entry.suffix.startswith(".") or entry.path == ("",):
                 raise ValueError(f'{entry.kind}: expected a name such as "jpg" or "json:caption", got {entry.text!r}')
             if texts.count(entry.text.lower()) > 1:
-                raise ValueError(f"{entry.kind}: {entry.text!r} is there twice")
+                raise ValueError(f"{entry.kind}: duplicate {entry.text!r}. Remove one.")
         return self
 
     @cached_property
@@ -155,7 +155,7 @@ class Fields(StrictConfig):
                 order.append((text, place))
             if len(order) != len(values[image]) + len(values[text]):
                 raise FieldError(
-                    f"{self.entries[image].text}: {_PLACE} of an image is not the place of one of "
+                    f"{self.entries[image].text}: {_PLACE} of an image: expected the place of one of the "
                     f"{len(values[text])} texts"
                 )
             return order
@@ -164,7 +164,7 @@ class Fields(StrictConfig):
         if len(values[image]) != len(values[text]):
             raise FieldError(
                 f"{self.entries[image].text} has {len(values[image])} items, "
-                f"{self.entries[text].text} {len(values[text])}"
+                f"but {self.entries[text].text} has {len(values[text])}"
             )
         order = []
         for place, pair in enumerate(zip(values[image], values[text], strict=True)):
