@@ -66,8 +66,8 @@ def _numbers(draw: random.Random) -> dict[str, int]:
 
 def _is_validation(template: str, numbers: Mapping[str, int]) -> bool:
     """Whether a problem with these numbers is for validation, whatever its names and things."""
-    used = sorted(f"{name}={value}" for name, value in numbers.items() if f"{{{name}}}" in template)
-    digest = hashlib.sha256(f"{template} {used}".encode()).digest()
+    read_numbers = sorted(f"{name}={value}" for name, value in numbers.items() if f"{{{name}}}" in template)
+    digest = hashlib.sha256(f"{template} {read_numbers}".encode()).digest()
     return int.from_bytes(digest[:4], "big") % 100 < VAL_PERCENT
 
 

@@ -33,8 +33,8 @@ def collect(folder: Path, url: str, train: Path, val: Path) -> None:
         DataError: no page is there, one cannot be read, or one is not UTF-8.
         RunError: the disk refuses.
     """
-    found = (path for path in folder.rglob("*.*") if path.suffix in (".html", ".htm"))
-    pages = sorted(path for path in found if path.is_file() and not path.is_symlink())
+    candidates = (path for path in folder.rglob("*.*") if path.suffix in (".html", ".htm"))
+    pages = sorted(path for path in candidates if path.is_file() and not path.is_symlink())
     if not pages:
         raise DataError(f"{folder}: no file below it ends with .html.")
     lines: dict[Path, list[str]] = {train: [], val: []}

@@ -171,7 +171,7 @@ def _damage(tensors: dict[str, torch.Tensor], case: str, path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("case", "found"),
+    ("case", "value"),
     [
         ("architecture", "mystery"),
         ("missing tensor", "model.layers.1.mlp.up_proj.weight"),
@@ -183,12 +183,12 @@ def _damage(tensors: dict[str, torch.Tensor], case: str, path: Path) -> Path:
     ],
 )
 def test_a_bad_file_is_one_line_and_leaves_no_folder(
-    tmp_path: Path, case: str, found: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, case: str, value: str, capsys: pytest.CaptureFixture[str]
 ):
     path = _damage(gguf_tensors(random_model()), case, tmp_path / "tiny.gguf")
     code, folder = convert(path)
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert code == 1
     assert str(path) in error
-    assert found in error
+    assert value in error
     assert not folder.exists()

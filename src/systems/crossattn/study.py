@@ -1,6 +1,6 @@
 """`make study`: cross-attention compared with prompting and closed-book answers, on SmolLM2-135M and real questions."""
 
-from src.experiments.grid import override, seeds
+from src.experiments.grid import seeds
 
 SMOLLM2 = {"name": "hf", "path": "HuggingFaceTB/SmolLM2-135M-Instruct", "dtype": "bfloat16"}
 DATA = {
