@@ -171,7 +171,12 @@ class DatasetConfig(Component):
         return self
 
     def check(self, places: Places) -> None:
-        """Raise a UserError if the data are missing or malformed, as far as is known without reading the rows."""
+        """Raise a UserError if the data are missing, malformed or too few, as far as is known without reading all rows
+        and without a tokenizer."""
+
+    def count_questions(self, places: Places, most: int) -> int | None:
+        """Upper bound of the number of validation questions, at most `most`, without a tokenizer; None if unknown."""
+        return None
 
     def check_tokenizer(self, folder: Path | None) -> None:
         """Raise a UserError if the tokenizer in `folder` has no entry for a required token, without loading it.
@@ -269,7 +274,11 @@ class WrapperConfig(ModelConfig):
 
 
 def _forward(name: str) -> Callable[..., Any]:
-    return lambda self, *places: call_once(getattr(self.base, name), *places)
+    def method(self: WrapperConfig, *places: Places) -> Any:
+        return call_once(getattr(self.base, name), *places)
+
+    method.__name__ = name  # a part of the key of `call_once`
+    return method
 
 
 for _name in FORWARDED_METHODS:
