@@ -150,6 +150,9 @@ class DatasetConfig(Component):
     has_questions: ClassVar[bool] = False
     """Whether its data sets are `QuestionDataset`s."""
 
+    has_contexts: ClassVar[bool] = False
+    """Whether rows of questions have contexts, even if models do not read them."""
+
     @property
     def reads_contexts(self) -> bool:
         """Whether its questions are read with contexts, which a control can shuffle."""
@@ -222,6 +225,9 @@ class DatasetConfig(Component):
 class MetricConfig(Component):
     """A family of scores."""
 
+    needs_contexts: ClassVar[bool] = False
+    """Whether it compares answers with the contexts of their questions."""
+
     @abstractmethod
     def score(self, answers: Sequence[Prediction]) -> Mapping[str, list[float] | float]:
         """Scores by name: a list with one per answer, or a float for a score over all answers."""
@@ -229,6 +235,10 @@ class MetricConfig(Component):
     def score_names(self) -> Sequence[str]:
         """The names that `score` returns. Override this if loading the metric's library is slow."""
         return list(self.score([]))
+
+    def set_scores(self) -> Sequence[str]:
+        """The names of scores over all answers; the others are lists."""
+        return ()
 
 
 class RecipeConfig(Component):

@@ -160,6 +160,12 @@ class TrainingRecipe(RecipeConfig):
             for control in ("shuffled_context", "wrong_contexts"):
                 if getattr(setting, control, False) and not data.reads_contexts:
                     raise ConfigError(f"{name}.{control}: these data have no contexts. Remove it.")
+            for metric in setting.metrics:
+                if metric.needs_contexts and not data.has_contexts:
+                    raise ConfigError(
+                        f"{name}.metrics: {metric.name!r} compares answers with contexts, and {data.name!r} data have "
+                        "none. Remove it."
+                    )
             requested = getattr(setting, "questions", 0)
             available = call_once(data.count_questions, places, requested) if requested else None
             if available is not None:

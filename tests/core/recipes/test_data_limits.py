@@ -18,6 +18,7 @@ from src.support.call_once import call_once, remember_calls
 from tests import toy
 from tests.core.training.parallel.test_memory_plan import FID
 from tests.systems.assistants import train_assistants
+from tests.systems.interleaved import train_pages
 from tests.systems.metadata.test_metadata_lm import WITH_GAINS, write_metadata
 from tests.systems.t5 import test_seq2seq
 
@@ -36,6 +37,7 @@ told:
 SEQ2SEQ = {**override(test_seq2seq.EXP, {"loop.best_metric": "val_loss", "loop.best_mode": "min"}), "predictions": None}
 METRICS = [{"name": "squad"}]
 ANSWERS = {"questions": 1, "max_new_tokens": 3, "metrics": METRICS}
+SAMPLED = {**ANSWERS, "samples": 2}
 CROSSATTN = override(
     toy.CROSSATTN,
     {
@@ -63,9 +65,10 @@ GRPO: dict[str, Any] = {
 PARTS = {"name": "mixture", "parts": {"a": train_assistants.TALK, "b": train_assistants.TALK}}
 MIXTURE = override(SFT, {"data": PARTS, "answers": None})
 COUNTS: dict[str, tuple[dict[str, Any], str, int]] = {
+    "questions about images": (train_pages.PAGES, "answers.questions", 20),
     "questions of a data set": (CROSSATTN, "answers.questions", 16),
     "questions of conversations": (SFT, "answers.questions", 6),
-    "sampled questions": (override(SFT, {"sampled": {**ANSWERS, "samples": 2}}), "sampled.questions", 6),
+    "sampled questions": (override(SFT, {"sampled": SAMPLED}), "sampled.questions", 6),
     "questions of prompts": (GRPO, "answers.questions", 6),
     "rows of an inference": (CROSSATTN, "inference.rows", 16),
     "rows of an inference on another split": (override(CROSSATTN, {"inference.split": "train"}), "inference.rows", 48),
@@ -91,7 +94,7 @@ COUNTS: dict[str, tuple[dict[str, Any], str, int]] = {
     "validation sequences for T5": (SPANS, "data.val_sequences", 41),
     "samples of a part": (override(MIXTURE, {"data.draw": {"a": {"size": 1}}}), "data.draw.a.size", 24),
 }
-REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+MISTAKES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a source that no row has": (
         override(CROSSATTN, {"data.corpus": "sources"}),
         {"inference.datasets": ["a", "c"]},
@@ -113,11 +116,21 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"data.corpus": "toy_text", "inference.rows": 1},
         r"toy_text/train\.jsonl:1: field 'context' is missing",
     ),
+    "a metric of contexts on rows without contexts": (
+        SFT,
+        {"answers.metrics": [{"name": "knowledge"}]},
+        r"answers\.metrics: 'knowledge' .*'conversations' data have none",
+    ),
+    "a score of all answers for sampled answers": (
+        override(SFT, {"sampled": SAMPLED}),
+        {"sampled.metrics": [{"name": "classification", "scores": ["accuracy", "f1"], "labels": ["a", "b"]}]},
+        r"sampled.*: 'f1' is not a score of single answers",
+    ),
     "one context for all rows": (CROSSATTN, {"data.val_samples": 1}, r"data\.val_samples: 1: .*same"),
     "questions without room for the template": (
         CROSSATTN,
-        {"data.sequence_tokens": 4},
-        r"data\.sequence_tokens: .*4\.",
+        {"data.sequence_tokens": 3},
+        r"data\.sequence_tokens: .*3\.",
     ),
     "contexts without room for the template": (CROSSATTN, {"data.context_tokens": 3}, r"data\.context_tokens: .*3\."),
     "text that is shorter than a sequence": (
@@ -164,6 +177,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("limits")
     test_seq2seq.write_data(folder)
     data = train_assistants.write_data(folder / "data")
+    train_pages.write_data(data)
     write_metadata(data)
     rows = [json.loads(line) for line in (data / "toy_qa" / "train.jsonl").read_text().splitlines()[:12]]
     rows = [{**row, "dataset": "aab"[i % 3]} for i, row in enumerate(rows)]
@@ -201,9 +215,9 @@ def test_a_limit_is_compared_with_the_data(case: str, folder: Path, capsys: pyte
     assert re.fullmatch(rf"error: x\[0\]: {re.escape(path)}: {available + 1}\D+{available} .*\n", error), error
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("case", MISTAKES)
 def test_data_that_do_not_fit_are_refused(case: str, folder: Path, capsys: pytest.CaptureFixture[str]):
-    exp, changes, message = REFUSED[case]
+    exp, changes, message = MISTAKES[case]
     assert messages(exp, folder, capsys) == (0, "")
     code, error = messages(override(exp, changes), folder, capsys)
     assert code == 1

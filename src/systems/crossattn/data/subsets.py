@@ -52,6 +52,7 @@ class RowsConfig(ShuffledConfig):
     """
 
     has_questions: ClassVar[bool] = True
+    has_contexts: ClassVar[bool] = True
 
     corpus: str = Field(min_length=1)
     """Folder below `--data_path`."""
