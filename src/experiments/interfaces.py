@@ -237,7 +237,7 @@ class MetricConfig(Component):
         return list(self.score([]))
 
     def set_scores(self) -> Sequence[str]:
-        """The names of scores over all answers; the others are lists."""
+        """The names of scores over all answers, which are not lists."""
         return ()
 
 

@@ -80,6 +80,6 @@ def _table(rows: list[list[str]], machines: Mapping[str, Any]) -> list[str]:
     return [
         (f"{kind}{checkpointing}. Parameters in millions; GiB per GPU, for sequences of maximum length;"),
         "TFLOP of a step (?: unknown for this model); tokens/s of all GPUs and hours at 40 % of their peak",
-        "(?: unknown TFLOP, or no peak of this GPU for loop.precision; float32 has none).",
+        "(?: unknown TFLOP, or no known peak of this GPU for loop.precision, such as float32).",
         *aligned_lines([head, *rows]),
     ]

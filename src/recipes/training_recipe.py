@@ -163,8 +163,8 @@ class TrainingRecipe(RecipeConfig):
             for metric in setting.metrics:
                 if metric.needs_contexts and not data.has_contexts:
                     raise ConfigError(
-                        f"{name}.metrics: {metric.name!r} compares answers with contexts, and {data.name!r} data have "
-                        "none. Remove it."
+                        f"{name}.metrics: {metric.name!r} compares answers with contexts, but {data.name!r} data "
+                        "have no contexts. Remove it."
                     )
             requested = getattr(setting, "questions", 0)
             available = call_once(data.count_questions, places, requested) if requested else None

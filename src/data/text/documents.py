@@ -53,7 +53,7 @@ class TextConfig(ShuffledConfig):
             )
 
     def _require_samples(self, split: str, tokens: int, documents: int) -> None:
-        """Raise DataError if a split with at most so many tokens and documents has too few samples."""
+        """Raise DataError if a split has too few samples. tokens, documents: upper bounds of its size."""
         available = self.count_samples(tokens, documents)
         row_counts.require("data.val_sequences", self.max_samples(split), available)
         if not available:
@@ -63,7 +63,7 @@ class TextConfig(ShuffledConfig):
             )
 
     def count_samples(self, tokens: int, documents: int) -> int:
-        """Upper bound of the number of samples in a text with so many tokens and documents."""
+        """Upper bound of the number of samples in a text of this size."""
         return tokens
 
     def max_samples(self, split: str) -> int | None:

@@ -39,7 +39,7 @@ def checks(
         lambda: recipe.check_precision(places),
         lambda: call_once(data.check, places),
         lambda: call_once(data.check_shuffling, places),
-        lambda: data.check_room(model, places),
+        lambda: call_once(data.check_room, model, places),
         lambda: data.check_length(model.longest_sequence(places), new_tokens),
         lambda: inference and row_index.check_inference(places, data, inference),
     ]

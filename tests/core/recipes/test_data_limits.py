@@ -119,7 +119,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a metric of contexts on rows without contexts": (
         SFT,
         {"answers.metrics": [{"name": "knowledge"}]},
-        r"answers\.metrics: 'knowledge' .*'conversations' data have none",
+        r"answers\.metrics: 'knowledge' .*'conversations' data have no contexts",
     ),
     "a score of all answers for sampled answers": (
         override(SFT, {"sampled": SAMPLED}),

@@ -5,6 +5,7 @@ from src.errors import ConfigError
 from src.evaluation.config import Inference
 from src.evaluation.metrics import answers
 from src.experiments.config import Places
+from src.support.call_once import call_once
 from src.systems.crossattn.data.subsets import RowsConfig, require_sources
 
 
@@ -36,10 +37,11 @@ def check_inference(places: Places, data: RowsConfig, inference: Inference) -> N
     Raises:
         UserError: see `check` and `Inference.select`.
     """
-    split, sources = inference.split, inference.datasets
+    split, sources = inference.split, inference.datasets and tuple(inference.datasets)
     check(places, data, split, inference.index_file)
-    path = jsonl.corpus_folder(places, data.corpus) / f"{split}.jsonl"
-    require_sources(data, places, split, "inference.datasets", sources)
+    path = places.data / data.corpus / f"{split}.jsonl"
+    if sources or split not in jsonl.SPLITS:  # `data.check` has read the others
+        require_sources(data, places, split, "inference.datasets", sources)
     requested = inference.rows or 1
     if inference.index_file:
         numbers = read(places, data, inference.index_file)
@@ -47,7 +49,7 @@ def check_inference(places: Places, data: RowsConfig, inference: Inference) -> N
         place = f"inference.index_file: {inference.index_file}"
         available = len(answers.select_rows(lambda _: "", lines, numbers, None, place))
     else:
-        available = data.count_rows(places, split, requested, sources)
+        available = call_once(data.count_rows, places, split, requested, sources)
         available = min(available, (data.val_samples if split == "val" else None) or available)
     row_counts.require("inference.rows" if inference.rows else "inference", requested, available)
 
