@@ -11,7 +11,7 @@ from src import files
 from src.data import jsonl
 from src.errors import DataError
 from src.evaluation.metrics import answers
-from src.systems.crossattn.data import encoded_store, questions
+from src.systems.crossattn.data import encoded_store, subsets
 from src.systems.crossattn.data.encoder_inputs import EncoderInputs
 
 _MANY = 64
@@ -39,7 +39,7 @@ class Counts:
 def missing(source: Path, inputs: EncoderInputs, known_keys: set[bytes], counts: Counts) -> Iterator[list[int]]:
     """Yield each distinct encoder input that is missing in `known_keys`. Updates `counts`."""
     for name in row_files(source):
-        rows = jsonl.read_rows(source / name, questions.FIELDS, questions.OPTIONAL, questions.require_equal_lengths)
+        rows = jsonl.read_rows(source / name, subsets.FIELDS, subsets.OPTIONAL, subsets.require_equal_lengths)
         for number, row in enumerate(rows, 1):
             counts.rows += 1
             question = row["question"] if inputs.rules.questions_on_contexts else ""

@@ -128,7 +128,7 @@ def _write_permuted(folder: Path, documents: Iterable[Document], how: Writing, s
         if not spool_manifest.shards:
             return []
         manifest.save(spool_manifest)
-    count = sum(shard.documents for shard in spool_manifest.shards)
+    count = spool_manifest.documents
     with contextlib.ExitStack() as stack:
         tars = [stack.enter_context(tar_index.open_tar(spool / shard.url)) for shard in spool_manifest.shards]
         begins = [tar_index.load(spool / shard.url).documents["offset"].tolist() for shard in spool_manifest.shards]

@@ -153,13 +153,7 @@ def read_rows(
         for number, line in enumerate(file, 1):
             where = f"{path}:{number}"
             row = parse(line, where)
-            for name, kind in fields.items():
-                if name not in row:
-                    raise DataError(f"{where}: field {name!r} is missing. Fields: {', '.join(row) or 'none'}.")
-                check_type(row[name], kind, f"{where}: field {name!r}")
-            for name, kind in (optional or {}).items():
-                if row.get(name) is not None:
-                    check_type(row[name], kind, f"{where}: field {name!r}")
+            check_fields(row, fields, optional or {}, where)
             if check is not None:
                 check(row, where)
             if group is not None:
@@ -311,6 +305,17 @@ def parse(line: bytes, where: str) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise DataError(f"{where}: expected a JSON object, got {_describe(row)}.")
     return row
+
+
+def check_fields(row: Mapping[str, Any], fields: Mapping[str, Any], optional: Mapping[str, Any], where: str) -> None:
+    """Raise DataError, with `where`, if a field of a row is missing or has another type; see `read_rows`."""
+    for name, kind in fields.items():
+        if name not in row:
+            raise DataError(f"{where}: field {name!r} is missing. Fields: {', '.join(row) or 'none'}.")
+        check_type(row[name], kind, f"{where}: field {name!r}")
+    for name, kind in optional.items():
+        if row.get(name) is not None:
+            check_type(row[name], kind, f"{where}: field {name!r}")
 
 
 def check_type(value: Any, kind: Any, where: str) -> None:

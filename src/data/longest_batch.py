@@ -11,7 +11,7 @@ from torch import Tensor
 
 from src.errors import ConfigError
 from src.experiments.interfaces import DatasetConfig
-from src.experiments.kinds import CROSS_ATTENTION, DECODER, ENCODER_DECODER, VISION_LANGUAGE
+from src.experiments.kinds import CROSS_ATTENTION, DECODER, ENCODER_DECODER, FUSION_IN_DECODER, VISION_LANGUAGE
 
 FRAME_MARKER_TOKENS = 3
 """Marker tokens per frame."""
@@ -28,9 +28,13 @@ def longest_batch(data: DatasetConfig, rows: int, config: Any) -> dict[str, Tens
         return max(
             (longest_batch(part, rows, config) for part in parts.values()), key=lambda batch: batch["input_ids"].numel()
         )
-    make = {DECODER: _tokens, CROSS_ATTENTION: _contexts, ENCODER_DECODER: _seq2seq, VISION_LANGUAGE: _image_rows}.get(
-        data.reader
-    )
+    make = {
+        DECODER: _tokens,
+        CROSS_ATTENTION: _contexts,
+        ENCODER_DECODER: _seq2seq,
+        FUSION_IN_DECODER: _passages,
+        VISION_LANGUAGE: _image_rows,
+    }.get(data.reader)
     if make is None or data.name == "rollouts":
         raise ConfigError(f"--memory: cannot plan a training on {data.name!r} data. Plan the same model on text.")
     return make(data, rows, config)
@@ -81,6 +85,24 @@ def _contexts(data: Any, rows: int, config: Any) -> dict[str, Tensor]:
         **batch,
         "context_ids": torch.zeros(rows, 1, data.context_tokens, dtype=torch.long),
         "context_mask": mask_BS[:, None],
+    }
+
+
+def _passages(data: Any, rows: int, config: Any) -> dict[str, Tensor]:
+    passages = 1 if data.contexts == "none" else data.num_passages
+    if passages is None:
+        raise ConfigError(
+            "--memory: data.num_passages is missing, so the number of passages of a question is unknown. "
+            "Set it in the experiment or with --set."
+        )
+    mask_BT = _pad_one(data, torch.ones(rows, data.answer_tokens + 1, dtype=torch.bool))  # with the start token
+    context_mask_BCS = torch.ones(rows, passages, data.passage_tokens, dtype=torch.bool)
+    return {
+        "input_ids": torch.zeros_like(mask_BT, dtype=torch.long),
+        "attention_mask": mask_BT,
+        "loss_mask": _loss_mask(mask_BT),
+        "context_ids": torch.zeros_like(context_mask_BCS, dtype=torch.long),
+        "context_mask": context_mask_BCS,
     }
 
 

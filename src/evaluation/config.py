@@ -103,6 +103,8 @@ class SampledAnswers(Config):
     @model_validator(mode="after")
     def _scores_are_distinct(self) -> "SampledAnswers":
         _require_distinct_scores(self.metrics)
+        for name in (name for metric in self.metrics for name in metric.set_scores()):
+            raise ValueError(f"metrics: {name!r} is not a score of single answers. Use another metric.")
         return self
 
     def score_names(self) -> list[str]:

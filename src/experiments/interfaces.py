@@ -153,6 +153,9 @@ class DatasetConfig(Component):
     has_questions: ClassVar[bool] = False
     """Whether its data sets are `QuestionDataset`s."""
 
+    has_contexts: ClassVar[bool] = False
+    """Whether rows of questions have contexts, even if models do not read them."""
+
     @property
     def reads_contexts(self) -> bool:
         """Whether its questions are read with contexts, which a control can shuffle."""
@@ -174,7 +177,12 @@ class DatasetConfig(Component):
         return self
 
     def check(self, places: Places) -> None:
-        """Raise a UserError if the data are missing or malformed, as far as is known without reading the rows."""
+        """Raise a UserError if the data are missing, malformed or too few, as far as is known without reading all rows
+        and without a tokenizer."""
+
+    def count_questions(self, places: Places, most: int) -> int | None:
+        """Upper bound of the number of validation questions, at most `most`, without a tokenizer; None if unknown."""
+        return None
 
     def check_tokenizer(self, folder: Path | None) -> None:
         """Raise a UserError if the tokenizer in `folder` has no entry for a required token, without loading it.
@@ -220,6 +228,9 @@ class DatasetConfig(Component):
 class MetricConfig(Component):
     """A family of scores."""
 
+    needs_contexts: ClassVar[bool] = False
+    """Whether it compares answers with the contexts of their questions."""
+
     @abstractmethod
     def score(self, answers: Sequence[Prediction]) -> Mapping[str, list[float] | float]:
         """Scores by name: a list with one per answer, or a float for a score over all answers."""
@@ -227,6 +238,10 @@ class MetricConfig(Component):
     def score_names(self) -> Sequence[str]:
         """The names that `score` returns. Override this if loading the metric's library is slow."""
         return list(self.score([]))
+
+    def set_scores(self) -> Sequence[str]:
+        """The names of scores over all answers, which are not lists."""
+        return ()
 
 
 class RecipeConfig(Component):
@@ -272,7 +287,11 @@ class WrapperConfig(ModelConfig):
 
 
 def _forward(name: str) -> Callable[..., Any]:
-    return lambda self, *places: call_once(getattr(self.base, name), *places)
+    def method(self: WrapperConfig, *places: Places) -> Any:
+        return call_once(getattr(self.base, name), *places)
+
+    method.__name__ = name  # a part of the key of `call_once`
+    return method
 
 
 for _name in FORWARDED_METHODS:

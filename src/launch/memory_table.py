@@ -50,12 +50,14 @@ def _key(item: PlannedExperiment) -> str:
 
 def _cells(plan: Any) -> list[str]:
     numbers = [*(plan.parts[part] for part in PARTS), plan.total]
+    operations = "?" if plan.operations is None else f"{plan.operations / 1e12:,.3g}"
     speed = "?" if plan.tokens_per_second is None else f"{plan.tokens_per_second:,.0f}"
     hours = "?" if plan.hours is None else f"{plan.hours:,.1f}" if plan.hours >= 1 else f"{plan.hours:.2g}"
     return [
         _count(plan.parameters),
         _count(plan.trained),
         *(f"{number / 2**30:.2f}" for number in numbers),
+        operations,
         speed,
         hours,
     ]
@@ -74,9 +76,10 @@ def _table(rows: list[list[str]], machines: Mapping[str, Any]) -> list[str]:
     checkpointing = (
         f", {machines['gradient_checkpointing']} gradient checkpointing" if machines["gradient_checkpointing"] else ""
     )
-    head = ["experiment", "parameters", "trained", *PARTS, "GiB", "tokens/s", "hours"]
+    head = ["experiment", "parameters", "trained", *PARTS, "GiB", "TFLOP", "tokens/s", "hours"]
     return [
         (f"{kind}{checkpointing}. Parameters in millions; GiB per GPU, for sequences of maximum length;"),
-        "tokens/s of all GPUs and hours at 40 % of their peak; ?: unknown FLOPs of the model or unknown peak.",
+        "TFLOP of a step (?: unknown for this model); tokens/s of all GPUs and hours at 40 % of their peak",
+        "(?: unknown TFLOP, or no known peak of this GPU for loop.precision, such as float32).",
         *aligned_lines([head, *rows]),
     ]

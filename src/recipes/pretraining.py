@@ -59,7 +59,7 @@ def checks(recipe: TrainingRecipe, places: Places, scores: Collection[str]) -> l
         lambda: data.check_length(model.longest_sequence(places)),
         lambda: data.check_model(call_once(model.architecture, places)),
         lambda: recipe.check_precision(places),
-        recipe.check_questions,
+        lambda: recipe.check_questions(places),
     ]
     if loop:
         checks += [lambda: data.check_steps(loop.steps), recipe.check_compiled, lambda: loop.check(scores)]

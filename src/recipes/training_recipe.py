@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field, model_validator
 
+from src.data import row_counts
 from src.errors import ConfigError
 from src.experiments.config import Places
 from src.experiments.interfaces import DatasetField, ModelField, RecipeConfig
 from src.runs.context import Run
+from src.support.call_once import call_once
 from src.training.config import (
     Evaluation,
     LoopConfig,
@@ -143,8 +145,8 @@ class TrainingRecipe(RecipeConfig):
         batch = longest_batch(self.data, self.loop.micro_batch, model.config)
         return plan(model, self.training_loss(), batch, self.loop, Machines(**machines))
 
-    def check_questions(self) -> None:
-        """Raise ConfigError if the data have no questions, no contexts to shuffle, or fewer questions than evaluations
+    def check_questions(self, places: Places) -> None:
+        """Raise a UserError if the data have no questions, no contexts to shuffle, or fewer questions than evaluations
         use."""
         data = self.data.validation
         val_samples = getattr(data, "val_samples", None)
@@ -160,12 +162,21 @@ class TrainingRecipe(RecipeConfig):
             for control in ("shuffled_context", "wrong_contexts"):
                 if getattr(setting, control, False) and not data.reads_contexts:
                     raise ConfigError(f"{name}.{control}: these data have no contexts. Remove it.")
+            for metric in setting.metrics:
+                if metric.needs_contexts and not data.has_contexts:
+                    raise ConfigError(
+                        f"{name}.metrics: {metric.name!r} compares answers with contexts, but {data.name!r} data "
+                        "have no contexts. Remove it."
+                    )
             requested = getattr(setting, "questions", 0)
             if val_samples is not None and requested > val_samples:
                 raise ConfigError(
                     f"{name}.questions: {requested} requested, but data.val_samples is {val_samples}. "
                     f"Use at most {val_samples}, or null for all."
                 )
+            available = call_once(data.count_questions, places, requested) if requested else None
+            if available is not None:
+                row_counts.require(f"{name}.questions", requested, available)
 
     def build_model(self, run: Run, used_before: bool = False) -> Any:
         """Build the model. For FSDP2, leave out pretrained weights that each process can read in parts later.

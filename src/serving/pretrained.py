@@ -32,6 +32,11 @@ SOURCE = (
 """Help text of the argument that names a model."""
 
 
+def below_data(source: Path, places: Places) -> Path:
+    """The folder `source` below the prepared data, as in a model's `path`; else `source`."""
+    return places.data / source if not source.exists() and (places.data / source).is_dir() else source
+
+
 def is_pretrained(source: Path) -> bool:
     """Whether `source` is a folder in transformers' format, or an id on the hub."""
     if source.exists():
@@ -42,6 +47,7 @@ def is_pretrained(source: Path) -> bool:
 
 def source_name(source: Path, places: Places) -> str:
     """A short name of a model for people: an id and a step, or the name of a folder."""
+    source = below_data(source, places)
     if is_pretrained(source):
         return source.resolve().name if source.exists() else str(source)
     folder = checkpoint_folder(expand_run(source, places.runs))
@@ -93,6 +99,7 @@ def load_writer(source: Path, places: Places, gpu_of_8bit: str | None = None) ->
         ConfigError: the model does not generate text, or cannot be loaded in 8 bits.
         UserError: a part of the model is missing.
     """
+    source = below_data(source, places)
     if is_pretrained(source):
         model, tokenizer = load_pretrained(source)
         model = quantize(model, gpu_of_8bit) if gpu_of_8bit else model

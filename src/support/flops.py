@@ -67,6 +67,27 @@ def _gpt2(config: Any) -> Stack:
     return Stack(config.n_layer, width * (4 * width + 2 * inner), width)
 
 
+def _gpt_neo(config: Any) -> Stack:
+    width = config.hidden_size
+    return Stack(config.num_layers, width * (4 * width + 2 * (config.intermediate_size or 4 * width)), width)
+
+
+def _opt(config: Any) -> Stack:
+    width = config.hidden_size
+    return Stack(config.num_hidden_layers, width * (4 * width + 2 * config.ffn_dim), width)
+
+
+def _bloom(config: Any) -> Stack:
+    return Stack(config.n_layer, 12 * config.hidden_size**2, config.hidden_size)
+
+
+def _falcon(config: Any) -> Stack:
+    width, heads = config.hidden_size, config.num_attention_heads
+    key_heads = config.num_kv_heads if config.new_decoder_architecture else 1 if config.multi_query else heads
+    weights = width * (2 * width + 2 * key_heads * width // heads + 2 * config.ffn_hidden_size)
+    return Stack(config.num_hidden_layers, weights, width)
+
+
 def _gpt_bigcode(config: Any) -> Stack:
     width, inner = config.n_embd, config.n_inner or 4 * config.n_embd
     shared = config.n_embd // config.n_head if config.multi_query else config.n_embd
@@ -99,17 +120,21 @@ def _grouped_query_stack(config: Any, matrices_of_mlp: int) -> Stack:
 
 _LLAMA_LIKE = (
     *("cohere", "gemma", "gemma2", "gemma3_text", "granite", "llama"),
-    *("mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3"),
+    *("mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3", "stablelm"),
 )
 _DECODERS: dict[str, Callable[[Any], Stack]] = {
+    "bloom": _bloom,
+    "falcon": _falcon,
     "gpt_bigcode": _gpt_bigcode,
-    "gpt2": _gpt2,
+    "gpt_neo": _gpt_neo,
     "gpt_neox": _gpt_neox,
+    "opt": _opt,
     "phi": _starcoder2,
     "starcoder2": _starcoder2,
+    **dict.fromkeys(("codegen", "gpt2", "gptj"), _gpt2),
     **dict.fromkeys(_LLAMA_LIKE, _llama),
 }
-KNOWN_FAMILIES = {*_DECODERS, "t5", "idefics2", "idefics3", "smolvlm"}
+KNOWN_FAMILIES = {*_DECODERS, "t5", "mt5", "idefics2", "idefics3", "smolvlm"}
 """The model_type of families with known FLOPs. Models that read images compute them in their `training_flops`."""
 
 
@@ -140,7 +165,7 @@ def forward_flops(config: Any, B: int, T: int, decoder_tokens: int = 0, passes: 
     Raises:
         KeyError: the family is not in `KNOWN_FAMILIES`.
     """
-    if config.model_type == "t5":
+    if config.model_type in ("t5", "mt5"):
         return t5_flops(config, (B, T), (B, decoder_tokens), T, passes)
     return decoder_stack(config).flops(B, T, passes) + passes.matrices * 2 * B * T * head_weights(config)
 
@@ -151,10 +176,16 @@ class Adapters(NamedTuple):
     inputs: int = 0
     decoder: int = 0
     """Adapters on the decoder tokens of an encoder-decoder."""
+    token_rows: bool = False
+    """Whether rows of the embedding and of the output matrix are trained, which computes gradients of all rows."""
 
     def flops(self, input_tokens: int, decoder_tokens: int, passes: Passes = TRAINED) -> int:
         """FLOPs of the adapters only."""
         return passes.matrices * 2 * (input_tokens * self.inputs + decoder_tokens * self.decoder)
+
+    def head_flops(self, config: Any, tokens: int) -> int:
+        """FLOPs of the gradients of the output matrix for `tokens` logits."""
+        return self.token_rows * 2 * tokens * head_weights(config)
 
 
 def adapter_weights(model: "nn.Module") -> Adapters | None:
@@ -163,10 +194,12 @@ def adapter_weights(model: "nn.Module") -> Adapters | None:
     trained = [(name, parameter.numel()) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if len(trained) == sum(1 for _ in model.parameters()):
         return Adapters()
+    rows = [name for name, _ in trained if ".trainable_tokens_delta." in name]
+    trained = [(name, count) for name, count in trained if name not in rows]
     if not trained or not all(".lora_" in name for name, _ in trained):
         return None
     later = [count for name, count in trained if name.startswith("decoder.") and not _reads_encoder(name)]
-    return Adapters(sum(count for _, count in trained) - sum(later), sum(later))
+    return Adapters(sum(count for _, count in trained) - sum(later), sum(later), bool(rows))
 
 
 def _reads_encoder(name: str) -> bool:
@@ -179,4 +212,8 @@ def training_flops(config: Any, B: int, T: int, decoder_tokens: int = 0, adapter
     The lowest layer of a frozen model counts in full, although matrices below its lowest adapter need no gradients.
     """
     passes = FROZEN if any(adapters) else TRAINED
-    return forward_flops(config, B, T, decoder_tokens, passes) + adapters.flops(B * T, B * decoder_tokens)
+    return (
+        forward_flops(config, B, T, decoder_tokens, passes)
+        + adapters.flops(B * T, B * decoder_tokens)
+        + adapters.head_flops(config, B * (decoder_tokens or T))
+    )

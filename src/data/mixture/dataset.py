@@ -126,11 +126,13 @@ class Config(PartsConfig, ShuffledConfig):
         return {f"parts.{name}": part for name, part in sorted(self.parts.items())}
 
     def check(self, places: Places) -> None:
-        """See `PartsConfig`; also check that no `draw` exceeds the samples of its part."""
+        """See `PartsConfig`; also check that each part has a sample in an epoch, and no `draw` exceeds its part."""
         super().check(places)
+        if self.rates and self.samples_per_epoch:
+            self._counts(dict.fromkeys(sorted(self.parts), 0), places)
         for name, draw in (self.draw or {}).items():
             part = self.parts[name]
-            most = part.most_samples(places) if draw.fraction is None and isinstance(part, CountedConfig) else None
+            most = part.most_samples(places) if isinstance(part, CountedConfig) else None
             if most is not None:
                 draw.count(most, f"data.draw.{name}")
 

@@ -25,6 +25,9 @@ class Config(documents.TextConfig):
     """Whether the documents of a sequence do not attend to each other, as in `packed`. A sequence can still start and
     end inside a document."""
 
+    def count_samples(self, tokens: int, documents: int) -> int:
+        return tokens // self.sequence_tokens
+
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
         require_fit("data.sequence_tokens", self.sequence_tokens + new_tokens, max_positions)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from src.data import jsonl, jsonl_index
+from src.data import jsonl, jsonl_index, row_counts
 from src.data.orders import ShuffledConfig
 from src.data.text import token_files
 from src.data.text.tokenizers import SafeTokenizer, tokenizer_digest
@@ -38,9 +38,33 @@ class TextConfig(ShuffledConfig):
     def check(self, places: Places) -> None:
         folder = jsonl.corpus_folder(places, self.corpus)
         if token_files.is_tokenised(folder):
-            token_files.require(folder)
-        else:
-            jsonl.require_splits(places, self.corpus)
+            splits = token_files.require(folder)["splits"]
+            for split in jsonl.SPLITS:
+                tokens, documents = (sum(shard[name] for shard in splits[split]) for name in ("tokens", "documents"))
+                self._require_samples(split, tokens, documents)
+            return
+        jsonl.require_splits(places, self.corpus)
+        for split in jsonl.SPLITS:
+            path = folder / f"{split}.jsonl"
+            next(row_counts.iterate(path, {"text": str}), None)
+            # A row of JSON has more bytes than its text has tokens.
+            self._require_samples(
+                split, path.stat().st_size, row_counts.count_lines(path, self.max_samples(split) or 1)
+            )
+
+    def _require_samples(self, split: str, tokens: int, documents: int) -> None:
+        """Raise DataError if a split has too few samples. tokens, documents: upper bounds of its size."""
+        available = self.count_samples(tokens, documents)
+        row_counts.require("data.val_sequences", self.max_samples(split), available)
+        if not available:
+            raise DataError(
+                f"data.corpus: {self.corpus}: split {split!r} has at most {tokens} tokens, too few for one sequence. "
+                "Use shorter sequences."
+            )
+
+    def count_samples(self, tokens: int, documents: int) -> int:
+        """Upper bound of the number of samples in a text of this size."""
+        return tokens
 
     def max_samples(self, split: str) -> int | None:
         """Maximum number of samples of a split; None for all."""

@@ -28,6 +28,9 @@ class Config(documents.TextConfig):
     def is_measured(self) -> bool:
         return True
 
+    def count_samples(self, tokens: int, documents: int) -> int:
+        return documents
+
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
         if self.sequence_tokens is None and max_positions is not None:
             raise ConfigError(

@@ -39,6 +39,9 @@ class Config(MetricConfig):
     def score_names(self) -> tuple[str, ...]:
         return tuple(self.scores)
 
+    def set_scores(self) -> tuple[str, ...]:
+        return tuple(name for name in self.scores if name != "accuracy")
+
     def score(self, answers: Sequence[Prediction]) -> dict[str, float | list[float]]:
         """Compute the configured scores. The first reference is the correct answer; surrounding white space is ignored.
 

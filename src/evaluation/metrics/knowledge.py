@@ -7,6 +7,7 @@ the question's words from the answer, as in the authors' code (github.com/McGill
 """
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from src.evaluation.metrics.squad import normalise, overlap
 from src.experiments.dataset_protocols import Prediction
@@ -18,6 +19,8 @@ _PLUS_PLUS = ("k_f1_plus_plus", "k_precision_plus_plus", "k_recall_plus_plus")
 
 class Config(MetricConfig):
     """No settings."""
+
+    needs_contexts: ClassVar[bool] = True
 
     def score(self, answers: Sequence[Prediction]) -> dict[str, list[float]]:
         """{"k_precision", "k_recall", "k_f1" and each with "_plus_plus"} of each answer, from 0 to 1. References are

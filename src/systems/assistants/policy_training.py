@@ -126,7 +126,7 @@ def checks(recipe: TrainingRecipe, places: Places, scoring: Scoring) -> list[Cal
         lambda: data.check_length(model.longest_sequence(places), longest),
         lambda: data.check_loop(loop.sequences_per_step, loop.steps),
         lambda: recipe.check_precision(places),
-        recipe.check_questions,
+        lambda: recipe.check_questions(places),
         lambda: loop.check(scores),
         *(lambda reward=reward: call_once(reward.check, places) for reward in scoring.rewards),
         lambda: check_rewards_room(data, places, scoring),

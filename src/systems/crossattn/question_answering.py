@@ -35,11 +35,13 @@ def checks(
         lambda: call_once(model.check, places),
         lambda: model.check_kind(model_kind, places),
         recipe.check_trainable,
-        recipe.check_questions,
+        lambda: recipe.check_questions(places),
         lambda: recipe.check_precision(places),
         lambda: call_once(data.check, places),
+        lambda: call_once(data.check_shuffling, places),
+        lambda: call_once(data.check_room, model, places),
         lambda: data.check_length(model.longest_sequence(places), new_tokens),
-        lambda: inference and row_index.check(places, data, inference.split, inference.index_file),
+        lambda: inference and row_index.check_inference(places, data, inference),
     ]
     if loop:
         score_names = {*VAL_LOSSES, *(answers.score_names() if answers else [])}

@@ -6,7 +6,7 @@ and marked spans at random places.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -52,6 +52,12 @@ class Gains(Config):
             raise ValueError(f"columns: duplicate {max(self.columns, key=self.columns.count)!r}. Remove one.")
         return self
 
+    @property
+    def column_groups(self) -> dict[str, list[str]]:
+        """Columns that a document must have, by name in the scores."""
+        groups = {column: [column] for column in self.columns}
+        return groups if len(groups) == 1 else {**groups, TOGETHER: self.columns}
+
     def names(self) -> list[str]:
         """List the names of all scores.
 
@@ -68,7 +74,7 @@ class Gains(Config):
             *(["val_gain_chunked"] if self.chunked else []),
         ]
         names = []
-        for column in [*self.columns, *([TOGETHER] if len(self.columns) > 1 else [])]:
+        for column in self.column_groups:
             names += [f"val_text_perplexity_with/{column}", f"val_text_perplexity_without/{column}"]
             names += [
                 f"{name}{end}/{column}" for name in [*styles, "val_gain_control"] for end in ("", "_low", "_high")
@@ -141,9 +147,8 @@ def select(config: Gains, documents: Documents) -> Iterator[tuple[str, dict[str,
     """
     maker = documents.maker
     prompts = maker.rewritten(style="prompt", separators=PROMPT) if config.prompt else maker
-    for column in [*config.columns, *([TOGETHER] if len(config.columns) > 1 else [])]:
-        names = config.columns if column == TOGETHER else [column]
-        having = _having(documents, names, config.documents)
+    for column, names in config.column_groups.items():
+        having = _having(map(documents.__getitem__, range(len(documents))), names, config.documents)
         variants = {
             "val_gain": [_both(maker, document) for document in having],
             "val_gain_control": [_both(maker, document) for document in _wrong(having)],
@@ -206,11 +211,16 @@ def _keys(piece: Piece) -> list[tuple[int, int, int] | None]:
     return keys
 
 
-def _having(documents: Documents, columns: Sequence[str], most: int) -> list[Document]:
+def check_columns(config: Gains, documents: Callable[[], Iterable[Document]]) -> None:
+    """Raise DataError if fewer than two documents of the validation split have the columns."""
+    for names in config.column_groups.values():
+        _having(documents(), names, 2)
+
+
+def _having(documents: Iterable[Document], columns: Sequence[str], most: int) -> list[Document]:
     """Return the first documents with an item of each column, without other items."""
     matches = list[Document]()
-    for number in range(len(documents)):
-        document = documents[number]
+    for document in documents:
         items = tuple(item for item in document.items if {item.column, item.key} & {*columns})
         if {*columns} <= {name for item in items for name in (item.column, item.key)}:
             matches.append(Document(document.text, items))

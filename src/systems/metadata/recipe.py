@@ -11,7 +11,7 @@ from src.recipes import pretraining
 from src.recipes.training_recipe import TrainingRecipe
 from src.runs.context import Run
 from src.systems.metadata.data import dataset
-from src.systems.metadata.gains import Gains, measure, select
+from src.systems.metadata.gains import Gains, check_columns, measure, select
 
 
 class Config(TrainingRecipe):
@@ -32,7 +32,13 @@ class Config(TrainingRecipe):
 
     def checks(self, places: Places) -> list[Callable[[], object]]:
         scores = [*pretraining.score_names(), *(self.gains.names() if self.gains else [])]
-        return pretraining.checks(self, places, scores)
+        return [*pretraining.checks(self, places, scores), lambda: self.check_columns(places)]
+
+    def check_columns(self, places: Places) -> None:
+        """Raise a UserError if too few validation documents have the columns of `gains`."""
+        data = self.data.validation
+        if self.gains and isinstance(data, dataset.Config):
+            check_columns(self.gains, lambda: data.iterate(places, "val"))
 
     def training_loss(self) -> Callable[..., Any]:
         from src.training.loss import causal_lm_loss

@@ -68,6 +68,11 @@ class Config(TrainingRecipe):
             for task in self.tasks_to_predict[len(self.tasks) :]:
                 task.check_splits(places, [split for split in ("val", "test") if task.has_split(places, split)])
 
+        def check_targets() -> None:
+            folder = self.model.tokenizer_folder(places)
+            for task in self.tasks_to_predict:
+                call_once(task.check_targets, places, folder)
+
         def check_ranking() -> None:
             for task in self.tasks_to_predict:
                 if self.answers.by == "rank" and not task.find_task(places).answers:
@@ -100,6 +105,7 @@ class Config(TrainingRecipe):
             lambda: self.data.check_tokenizer(self.model.tokenizer_folder(places)),
             lambda: self.data.check_length(self.model.longest_sequence(places)),
             check_tasks_not_trained,
+            check_targets,
             check_ranking,
             check_best_metric,
             lambda: self.splits_to_predict(places),

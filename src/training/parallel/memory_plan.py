@@ -85,8 +85,10 @@ class MemoryPlan:
     trained: int
     parts: Mapping[str, int]
     """Bytes by `PARTS`, at the peak of the total."""
+    operations: int | None
+    """Floating-point operations of a step, on all GPUs; None if the model's are unknown."""
     tokens_per_second: float | None
-    """Total of all GPUs, at `MFU`; None if the peak or the model's FLOPs are unknown."""
+    """Total of all GPUs, at `MFU`; None if the peak or the operations are unknown."""
     hours: float | None
 
     @property
@@ -103,7 +105,7 @@ def plan(
     Raises:
         ConfigError: the GPU or an option is not supported, or there are more GPUs than micro-batches in a step.
     """
-    operations, peak = flops.batch_flops(model), machines.peak(config.precision)
+    count_operations, peak = flops.batch_flops(model), machines.peak(config.precision)
     count = config.sequences_per_step // config.micro_batch
     if count < machines.gpus:
         raise ConfigError(
@@ -119,7 +121,7 @@ def plan(
             id(weight) for part in _cast_modules(model, machines) for weight in part.parameters(recurse=False)
         }
     parts = _share(model, pass_peak(storages, model, loss, batch, config.precision, passes), passes, config, machines)
-    work = operations(batch) if operations else None
+    work = count_operations(batch) if count_operations else None
     read = sum(int(batch[name].sum()) for name in ("attention_mask", "context_mask") if name in batch)
     rate = MFU * peak / work if peak and work else None  # micro-batches per second of one GPU
     every = list(model.parameters())
@@ -127,6 +129,7 @@ def plan(
         parameters=sum(parameter.numel() for parameter in every),
         trained=sum(parameter.numel() for parameter in every if parameter.requires_grad),
         parts=parts,
+        operations=work * count if work else None,
         tokens_per_second=rate * read * machines.gpus if rate else None,
         hours=config.steps * passes / rate / 3600 if rate else None,
     )

@@ -386,7 +386,7 @@ class TestBadInput:
         """Found without data: --dry-run on a laptop tells it."""
         exp = changed(toy.CROSSATTN, data__val_samples=3, data__corpus="nothing", answers__questions=4)
         errors = fails(["-e", "g", "--dry-run", "--with-parents"], {"base": [toy.BASE], "g": [exp]}, folder, capsys)
-        assert "answers.questions: 4, but data.val_samples is 3. Use at most 3" in errors
+        assert "answers.questions: 4 requested, but data.val_samples is 3." in errors
 
     @pytest.mark.parametrize("name", ["answers", "sampled"])
     def test_more_questions_than_samples_are_refused(self, folder: Path, capsys: pytest.CaptureFixture[str], name: str):
@@ -394,7 +394,7 @@ class TestBadInput:
         more = {"samples": 2} if name == "sampled" else {}
         del exp["answers"]
         exp[name] = {"questions": 4, "max_new_tokens": 2, "metrics": [{"name": "squad"}], **more}
-        assert f"{name}.questions: 4, but data.val_samples is 3." in fails(
+        assert f"{name}.questions: 4 requested, but data.val_samples is 3." in fails(
             ["-e", "g", "--dry-run"], {"g": [exp]}, folder, capsys
         )
 

@@ -215,7 +215,7 @@ def test_a_child_starts_from_a_parents_adapters(places):
 
 def test_a_name_that_no_matrix_has_is_refused_before_and_while_building(places, tmp_path: Path):
     wrong = part(target_modules=["c_attn", "q_proj"])
-    message = r"lora\.target_modules: unknown matrix of the base 'q_proj'\..* Known: c_attn, c_fc, c_proj\."
+    message = r"model\.target_modules: unknown matrix of the base 'q_proj'\..* Known: c_attn, c_fc, c_proj\."
     with pytest.raises(ConfigError, match=message):
         wrong.check(places)
     with pytest.raises(ConfigError, match=message):

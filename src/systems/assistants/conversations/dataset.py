@@ -3,15 +3,16 @@
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict
 
 from pydantic import Field, model_validator
 
-from src.data import jsonl
+from src.data import jsonl, row_counts
 from src.data.orders import ShuffledConfig
 from src.errors import DataError
 from src.experiments.batches import TokenBatch
@@ -21,10 +22,20 @@ from src.experiments.interfaces import require_fit
 from src.support.call_once import call_once
 from src.systems.assistants.conversations import templates
 from src.systems.assistants.conversations.choices import Tags, draws, window
-from src.systems.assistants.conversations.entries import Entry, Message, read_entry
+from src.systems.assistants.conversations.entries import Entry, Message, check_row, read_entry
 from src.systems.assistants.conversations.refusals import refuses
 from src.systems.assistants.conversations.rendering import Rendered, Renderer
-from src.systems.assistants.conversations.rows import ANSWERED_ROW, EMPTY_ROW, PROMPT_ROW, ConversationRows, read_rows
+from src.systems.assistants.conversations.rows import (
+    ANSWERED_ROW,
+    EMPTY_ROW,
+    OTHER_ROW,
+    PROMPT_ROW,
+    RANKED_ROW,
+    SCORED_ROW,
+    ConversationRows,
+    kind_of,
+    read_rows,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -57,6 +68,8 @@ class ConversationConfig(ShuffledConfig):
     """Source and format of conversations; the base of `conversations` and `ranked_replies`."""
 
     writer: ClassVar[str | None] = "conversation"
+    kinds: ClassVar[Sequence[str]] = (ANSWERED_ROW, RANKED_ROW, SCORED_ROW, OTHER_ROW)
+    """Kinds of rows that are samples."""
 
     corpus: str = Field(min_length=1)
     """Folder below `--data_path` with train.jsonl and val.jsonl; rows: see
@@ -72,7 +85,22 @@ class ConversationConfig(ShuffledConfig):
         return True
 
     def check(self, places: Places) -> None:
-        jsonl.require_splits(places, self.corpus)
+        for split in jsonl.SPLITS:
+            self.check_split(places, split, self.kinds)
+
+    def check_split(self, places: Places, split: str, kinds: Collection[str]) -> None:
+        """Raise a UserError if a split has too few rows for `val_samples`, or none of these kinds."""
+        path = jsonl.require_file(jsonl.corpus_folder(places, self.corpus), f"{split}.jsonl")
+        if split == "val":
+            row_counts.require_lines("data.val_samples", self.val_samples, path)
+        if not self._count(path, kinds, 1):
+            raise DataError(f"{path}: no row of the kinds that {self.name!r} data read: {', '.join(kinds)}.")
+
+    @staticmethod
+    def _count(path: Path, kinds: Collection[str], most: int) -> int:
+        """Number of rows of these kinds, at most `most`."""
+        rows = row_counts.iterate(path, {}, check=check_row)
+        return sum(1 for _ in islice((row for row in rows if kind_of(row) in kinds), most))
 
     def check_tokenizer(self, folder: Path | None) -> None:
         if folder is not None and folder.is_dir():
@@ -125,6 +153,10 @@ class Config(ConversationConfig):
     """Whether to replace the last answer of each training conversation with another conversation's: a control."""
     train_all_roles: bool = False
     """Whether to learn the tokens of all roles."""
+
+    def count_questions(self, places: Places, most: int) -> int:
+        path = jsonl.require_file(jsonl.corpus_folder(places, self.corpus), "val.jsonl")
+        return min(self._count(path, [ANSWERED_ROW], most), self.val_samples or most)
 
     def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "Conversations":
         """The conversations of one split, tokenised on access.

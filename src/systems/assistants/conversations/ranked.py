@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, ClassVar, TypedDict
 
 from pydantic import Field
 
@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 class Config(ConversationConfig):
     """Source of ranked replies, and the number of replies per conversation."""
+
+    kinds: ClassVar[Sequence[str]] = (RANKED_ROW, SCORED_ROW)
 
     max_replies: int = Field(default=5, gt=1)
     """Maximum replies per conversation: the best, the worst, and a random selection between them in each epoch."""

@@ -21,7 +21,7 @@ from src.runs.history.branches import Branch
 from src.systems.assistants.conversations import dataset, templates
 from src.systems.assistants.conversations.rendering import Renderer
 from src.systems.assistants.rollouts.order import RolloutOrder
-from src.systems.assistants.rollouts.prompts import Prompts, check_beginning
+from src.systems.assistants.rollouts.prompts import PROMPT_KINDS, Prompts, check_beginning
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -87,7 +87,9 @@ class Config(DatasetConfig):
         return self.prompts
 
     def check(self, places: Places) -> None:
-        self.prompts.check(places)
+        assert isinstance(self.prompts, dataset.Config), "the validator has checked it"
+        self.prompts.check_split(places, "train", PROMPT_KINDS)
+        self.prompts.check_split(places, "val", self.prompts.kinds)
 
     def check_rows(self, places: Places, keys: Sequence[str]) -> None:
         """Raises DataError if one of the first thousand prompts has no value for one of `keys`."""

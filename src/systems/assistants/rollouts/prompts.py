@@ -34,7 +34,7 @@ class Prompt(NamedTuple):
     """The prompt's row of the prepared data."""
 
 
-_KINDS = (ANSWERED_ROW, RANKED_ROW, SCORED_ROW, PROMPT_ROW)
+PROMPT_KINDS = (ANSWERED_ROW, RANKED_ROW, SCORED_ROW, PROMPT_ROW)
 """Kinds of rows that have a prompt."""
 _NUM_CHECKED_ROWS = 1000
 """Number of rows at the start of a file that a check parses."""
@@ -47,7 +47,7 @@ def check_beginning(path: Path, keys: Sequence[str]) -> None:
             where = f"{path}:{number}"
             row = jsonl.parse(line, where)
             check_row(row, where)
-            for key in keys if kind_of(row) in _KINDS else ():
+            for key in keys if kind_of(row) in PROMPT_KINDS else ():
                 row_entry(row, key, where)
 
 
@@ -57,7 +57,7 @@ class Prompts:
     def __init__(self, rows: ConversationRows, renderer: Renderer, writing: Writing, name: str) -> None:
         """name: the data's name in messages."""
         self._rows, self.renderer, self._writing, self._name = rows, renderer, writing, name
-        self._row_indices: Sequence[int] = rows.numbers_of(*_KINDS)
+        self._row_indices: Sequence[int] = rows.numbers_of(*PROMPT_KINDS)
 
     def limit(self, tokens: int, long: Literal["refuse", "leave_out"]) -> None:
         """Skip prompts that have more than `tokens` tokens, or raise an error for them.

@@ -73,12 +73,21 @@ class Config(questions.DecoderConfig):
                 encoded with other options.
         """
         rows, fingerprint = questions.read(places, self, split)
-        dataset = QADataset(
-            self, rows, tokenizer, seed, both_views=self.include_contexts and split == "train", fingerprint=fingerprint
-        )
+        dataset = self.open(rows, tokenizer, seed, fingerprint, split)
         if self.encoded_contexts:
             dataset.use_store(self._check_store(places), places.data / self.corpus / encoded_store.FOLDER, tokenizer)
         return dataset
+
+    def open(
+        self,
+        rows: Sequence[questions.Row],
+        tokenizer: "PreTrainedTokenizerFast",
+        seed: int,
+        fingerprint: str,
+        split: str,
+    ) -> "QADataset":
+        both_views = self.include_contexts and split == "train"
+        return QADataset(self, rows, tokenizer, seed, both_views=both_views, fingerprint=fingerprint)
 
     def encoding_options(self) -> encoder_inputs.EncodingOptions:
         """The options that define the encoder inputs."""

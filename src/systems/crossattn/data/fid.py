@@ -67,6 +67,16 @@ class Config(RowsConfig):
             ConfigError: `passage_tokens` is too small for the format, or a source has no rows.
         """
         rows, fingerprint = questions.read(places, self, split)
+        return self.open(rows, tokenizer, seed, fingerprint, split)
+
+    def open(
+        self,
+        rows: Sequence[questions.Row],
+        tokenizer: "PreTrainedTokenizerFast",
+        seed: int,
+        fingerprint: str,
+        split: str,
+    ) -> "FidQADataset":
         data = FidQADataset(self, rows, tokenizer, seed, fingerprint)
         data.keeps_useful = self.keep_gold and split == "train"
         return data

@@ -47,6 +47,16 @@ class Config(questions.DecoderConfig):
             ConfigError: the token limits are too small for the template, or a source has no rows.
         """
         rows, fingerprint = questions.read(places, self, split)
+        return self.open(rows, tokenizer, seed, fingerprint, split)
+
+    def open(
+        self,
+        rows: Sequence[questions.Row],
+        tokenizer: "PreTrainedTokenizerFast",
+        seed: int,
+        fingerprint: str,
+        split: str,
+    ) -> "PromptedQADataset":
         return PromptedQADataset(self, rows, tokenizer, seed, fingerprint)
 
     def longest(self) -> int:

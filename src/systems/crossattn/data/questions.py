@@ -17,20 +17,22 @@ from src.evaluation.metrics import answers
 from src.experiments.batches import TokenBatch
 from src.experiments.config import Places
 from src.systems.crossattn.data import templates
-from src.systems.crossattn.data.subsets import Row, RowsConfig, Subset, row_number, select_sources, sources_of
+from src.systems.crossattn.data.subsets import (
+    FIELDS,
+    OPTIONAL,
+    Row,
+    RowsConfig,
+    Subset,
+    require_equal_lengths,
+    row_number,
+    select_sources,
+    sources_of,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 log = logging.getLogger(__name__)
-FIELDS = {"context": str, "question": str, "answer": str, "dataset": str}
-OPTIONAL = {
-    "answers": list[str],
-    "contexts_list": list[str],
-    "useful_contexts": list[int],
-    "titles_list": list[str],
-    "kind": str,
-}
 RULES = "questions 1"
 """Version of the rows' checks and groups. If it changes, files are checked again."""
 
@@ -50,16 +52,6 @@ def read(places: Places, config: RowsConfig, split: str) -> tuple[Sequence[Row],
     if split == "val" and config.val_samples is not None:
         rows = Subset(rows, jsonl.select_validation_rows(len(rows), config.val_samples, path))
     return rows, jsonl.fingerprint(folder)
-
-
-def require_equal_lengths(row: Row, where: str) -> None:
-    """Raises DataError if a list with one entry per context has a different length."""
-    for field in ("useful_contexts", "titles_list"):
-        values, contexts = row.get(field), row.get("contexts_list") or []
-        if values is not None and len(values) != len(contexts):
-            raise DataError(
-                f"{where}: field {field!r}: expected {len(contexts)} entries, as in 'contexts_list', got {len(values)}."
-            )
 
 
 def useful_contexts(row: Row) -> list[str]:

@@ -35,7 +35,8 @@ class FusionInDecoder(Wrapper):
         def flops(batch: Mapping[str, Tensor]) -> int:
             B, C, S = batch["context_mask"].shape
             T, there = batch["input_ids"].shape[1], int(batch["context_mask"].any(dim=-1).sum())
-            return t5_flops(self.config, (there, S), (B, T), C * S, passes) + adapters.flops(there * S, B * T)
+            of_adapters = adapters.flops(there * S, B * T) + adapters.head_flops(self.config, B * T)
+            return t5_flops(self.config, (there, S), (B, T), C * S, passes) + of_adapters
 
         return flops
 

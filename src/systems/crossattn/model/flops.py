@@ -45,7 +45,8 @@ def training_flops(model: "CrossAttentionLM") -> Callable[[Mapping[str, Tensor]]
         total = stack._replace(layers=below).flops(B, T, FORWARD) + stack._replace(layers=stack.layers - below).flops(
             B, T, through
         )
-        total += through.matrices * 2 * num_scored * head_weights(config) + adapters.flops(B * T, 0)
+        total += through.matrices * 2 * num_scored * head_weights(config)
+        total += adapters.flops(B * T, 0) + adapters.head_flops(config, num_scored)
         P = batch["context_mask"][0].numel()
         if "context_hidden" not in batch and not model.settings.cache_contexts:
             for n, S in _encoding_passes(batch["context_mask"]):

@@ -112,6 +112,11 @@ class Config(DatasetConfig):
         parts = [(name, split) for name in sorted(self.sources) for split in SPLITS]
         check_all(*(lambda name=name, split=split: check_split(name, split) for name, split in parts))
 
+    def count_questions(self, places: Places, most: int) -> int:
+        lists = [manifest.load(places.data / source.path / "val") for source in self.sources.values()]
+        # A document has at most one question.
+        return min(most, sum(min(each.documents, self.val_documents or each.documents) for each in lists))
+
     def _check_fields(self, name: str, shard_list: manifest.Manifest) -> None:
         fields, indexed = self.sources[name].fields, shard_list.facts.get("fields")
         if fields is not None and fields.as_json() != indexed:
@@ -137,8 +142,8 @@ class Config(DatasetConfig):
         """Number of tars that are read at the same time: those of a window, else one."""
         if self.shuffle != "window":
             return 1
-        documents = sum(shard.documents for shard in shard_list.shards)
-        return min(len(shard_list.shards), math.ceil(self.window * len(shard_list.shards) / documents) + 1)
+        shards = len(shard_list.shards)
+        return min(shards, math.ceil(self.window * shards / shard_list.documents) + 1)
 
     def build(
         self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int
@@ -284,9 +289,7 @@ class StreamedDataset:
         if not isinstance(order, LaneOrder) or not self.config.prefetch_shards:
             return None
         lists = [documents.manifest for documents in self.documents]
-        remote = [
-            shard_list for shard_list in lists if any(shard.url.startswith(REMOTE) for shard in shard_list.shards)
-        ]
+        remote = [each for each in lists if any(shard.url.startswith(REMOTE) for shard in each.shards)]
         if not remote:
             return None
         cache = self.documents[lists.index(remote[0])].files.cache
@@ -379,11 +382,8 @@ class StreamedDataset:
 
         from src.data import collate
 
-        ids, masks, length = (
-            [row.input_ids for row in samples],
-            [row.loss_mask for row in samples],
-            self.config.sequence_tokens,
-        )
+        ids, masks = [row.input_ids for row in samples], [row.loss_mask for row in samples]
+        length = self.config.sequence_tokens
         side = self.config.images.frame_size
         images = [frames for row in samples for frames in row.frames]
         frames = np.concatenate(images) if images else np.zeros((0, 3, side, side), dtype=np.float32)

@@ -64,6 +64,11 @@ class Manifest:
     facts: dict[str, Any] = field(default_factory=dict)
     """Facts about their creation, such as the shuffle seed."""
 
+    @property
+    def documents(self) -> int:
+        """Number of documents in all tars."""
+        return sum(shard.documents for shard in self.shards)
+
 
 def load(folder: Path) -> Manifest:
     """Load the list in a folder.

@@ -2,14 +2,14 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from random import Random
 from typing import TYPE_CHECKING, ClassVar, Literal, TypedDict
 
 from pydantic import Field, model_validator
 
-from src.data import jsonl
+from src.data import jsonl, row_counts
 from src.data.packing.dataset import require_tested_model
 from src.data.packing.lanes import LaneOrder, Packing, PermutedArrangement
 from src.data.text.tokenizers import SafeTokenizer
@@ -103,6 +103,19 @@ class Config(DatasetConfig):
 
     def check(self, places: Places) -> None:
         jsonl.require_splits(places, self.corpus)
+        for split in jsonl.SPLITS:
+            next(self.iterate(places, split), None)
+        row_counts.require_lines("data.val_documents", self.val_documents, places.data / self.corpus / "val.jsonl")
+
+    def iterate(self, places: Places, split: str) -> Iterator[Document]:
+        """Yield the documents of a split, read one by one.
+
+        Raises:
+            DataError: the data set is missing or incomplete, or a row is malformed.
+        """
+        path = jsonl.require_file(jsonl.corpus_folder(places, self.corpus), f"{split}.jsonl")
+        for number, row in enumerate(row_counts.iterate(path, {"text": str}), 1):
+            yield read_row(row, f"{path}:{number}", self.columns)
 
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
         require_fit("data.sequence_tokens", self.sequence_tokens + new_tokens, max_positions)

@@ -34,6 +34,9 @@ class Config(DenoisingConfig):
             )
         return self
 
+    def count_samples(self, tokens: int, documents: int) -> int:
+        return tokens // self.sequence_tokens
+
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
         prefix = self.prefix_tokens or self.sequence_tokens - 1
         rest = self.sequence_tokens - (self.prefix_tokens or 1)

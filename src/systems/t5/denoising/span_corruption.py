@@ -54,6 +54,9 @@ class Config(DenoisingConfig):
     def check_tokenizer(self, folder: Path | None) -> None:
         sentinels.require_in_folder(folder, self._lengths()[1].spans, "data.input_tokens")
 
+    def count_samples(self, tokens: int, documents: int) -> int:
+        return tokens // self._lengths()[0]
+
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
         targets = self._lengths()[1].target_tokens
         require_fit("data.input_tokens", self.input_tokens, max_positions)

@@ -3,12 +3,14 @@
 import hashlib
 import logging
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict
 
 from pydantic import Field
 
-from src.data import jsonl
+from src.data import jsonl, row_counts
+from src.data.text import tokenizers
 from src.data.text.tokenizers import SafeTokenizer
 from src.errors import ConfigError, DataError
 from src.experiments.batches import Seq2SeqBatch
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 Row = dict[str, Any]
+_NUM_CHECKED_ROWS = 1000
+"""Number of rows at the start of a file that a check reads."""
 OPTIONAL = {"label": str, "index": int, "answers": list[str], "group": str}
 
 
@@ -58,6 +62,7 @@ class Config(DatasetConfig):
 
     def check(self, places: Places) -> None:
         self.check_splits(places, jsonl.SPLITS)
+        row_counts.require_lines("data.val_samples", self.val_samples, places.data / self.corpus / "val.jsonl")
 
     def find_task(self, places: Places) -> task_table.NamedTask:
         """The task, defined by its corpus or resources/tasks."""
@@ -76,6 +81,23 @@ class Config(DatasetConfig):
                 raise ConfigError(f"data.task: {self.task!r} has no training rows. Use it in predictions.extra_tasks.")
             _require_columns(task, jsonl.require_file(folder, f"{split}.jsonl"))
         return task
+
+    def check_targets(self, places: Places, tokenizer_folder: Path | None) -> None:
+        """Raise a UserError if an answer of the task, or a target among the first thousand rows, is refused by `build`.
+
+        Loads the tokenizer only if a target has more bytes than it can have tokens.
+        """
+        task = self.find_task(places)
+        rows, texts = list[Row](), list(task.answers)
+        if not texts and self.long_targets == "refuse":
+            for split in jsonl.SPLITS if task.task.trained else ("val",):
+                path = places.data / self.corpus / f"{split}.jsonl"
+                fields = dict.fromkeys(task.task.columns, str)
+                rows += islice(row_counts.iterate(path, fields, OPTIONAL), _NUM_CHECKED_ROWS)
+            texts = [task.target(row.get("label")) for row in rows]
+        room = min(self.target_tokens, self.max_new_tokens or self.target_tokens) - 1 - self.sentinel
+        if tokenizer_folder and tokenizer_folder.is_dir() and any(len(text.encode()) >= room for text in texts):
+            TaskDataset(self, task, rows, tokenizers.load(tokenizer_folder), "")
 
     def weight(self, places: Places) -> float | None:
         """Relative number of examples of the task in T5's mixtures; None if they do not include it."""

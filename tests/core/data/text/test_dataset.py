@@ -143,8 +143,8 @@ def test_val_sequences(build):
 
 
 def test_too_little_text(build):
-    with pytest.raises(DataError, match=r"train.jsonl: 4 tokens, fewer than the 100 of one sequence"):
-        build(["abc"], sequence_tokens=100)
+    with pytest.raises(DataError, match=r"train.jsonl: 4 tokens, fewer than the 10 of one sequence"):
+        build(["abc"], sequence_tokens=10)
 
 
 @pytest.mark.parametrize("change", [{"sequence_tokens": 1}, {"val_sequences": 0}, {"corpus": ""}])

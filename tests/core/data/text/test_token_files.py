@@ -147,7 +147,7 @@ def test_another_end_token_is_refused(places, tokenizer, write_tokens):
 
 def test_missing_splits_and_files_are_found_without_reading(places, write_tokens):
     folder = write_tokens("t", SHARDS)
-    dataset.Config(corpus="t", sequence_tokens=4).check(places)
+    dataset.Config(corpus="t", sequence_tokens=2).check(places)
     (folder / "train-00001.ids").write_bytes(b"1")
     with pytest.raises(DataError, match=r"train-00001.ids: 1 bytes, expected 12 bytes"):
         dataset.Config(corpus="t", sequence_tokens=4).check(places)

@@ -41,7 +41,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", {**SMALL, "num_key_value_heads": 2}),
     "qwen2": ("Qwen2", {**SMALL, "num_key_value_heads": 2}),
     "neox": ("GPTNeoX", SMALL),
+    "falcon multi query": ("Falcon", {**SMALL, "multi_query": True}),
+    "falcon grouped": ("Falcon", {**SMALL, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "codegen": ("CodeGen", {**GPT, "n_ctx": 64, "rotary_dim": 8}),
+    "opt": ("OPT", {**SMALL, "ffn_dim": 96, "word_embed_proj_dim": 64}),
     "t5": ("T5", T5),
+    "mt5": ("MT5", T5),
     "t5 gated": ("T5", {**T5, "feed_forward_proj": "gated-gelu"}),
 }
 
@@ -50,13 +55,13 @@ def make_model(name: str) -> Any:
     family, sizes = MODELS[name]
     config = getattr(transformers, f"{family}Config")(**sizes)
     config._attn_implementation = "eager"  # PyTorch counts no backward of the fused one on a CPU
-    head = "ForConditionalGeneration" if family == "T5" else "LMHeadModel" if family == "GPT2" else "ForCausalLM"
+    head = "ForConditionalGeneration" if family.endswith("T5") else "LMHeadModel" if family == "GPT2" else "ForCausalLM"
     return getattr(transformers, f"{family}{head}")(config)
 
 
 def batch_of(name: str) -> dict[str, torch.Tensor]:
     batch = {"input_ids": torch.randint(1, 96, (3, 40))}
-    return {**batch, "labels": torch.randint(1, 96, (3, 24))} if name.startswith("t5") else batch
+    return {**batch, "labels": torch.randint(1, 96, (3, 24))} if "t5" in name else batch
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
 
 from src.data.longest_batch import longest_batch
 from src.experiments.config import Places
@@ -88,6 +90,20 @@ INTERLEAVED = {
     },
     "loop": LOOP,
 }
+FID = {
+    **CROSSATTN,
+    "recipe": "fid",
+    "model": {"name": "fusion_in_decoder", "base": T5["model"]},
+    "data": {
+        "name": "fid_qa",
+        "corpus": "toy_qa",
+        "contexts": "all",
+        "num_passages": 3,
+        "passage_tokens": 32,
+        "answer_tokens": 16,
+    },
+    "answers": None,
+}
 LORA = override(
     LM, {"model": {"name": "lora", "rank": 4, "alpha": 4.0, "target_modules": ["c_attn", "c_fc"], "base": LM["model"]}}
 )
@@ -99,6 +115,7 @@ CASES: dict[str, tuple[dict[str, Any], str | None]] = {
     "lm in chunks": (override(LM, {"loop.cross_entropy_chunk_tokens": 64}), None),
     "t5 bfloat16": (override(T5, {"loop.precision": "bfloat16"}), None),
     "crossattn bfloat16": (override(CROSSATTN, {"loop.precision": "bfloat16"}), None),
+    "fid": (FID, None),
     "lora": (LORA, None),
     "documents that are kept apart": (
         override(LM, {"data.separate_documents": True, "loop.optimizer": "adafactor"}),
@@ -250,6 +267,43 @@ def test_time_is_work_by_the_peak(run_plan: Any, tmp_path: Path):
     assert rate * hours * 3600 == pytest.approx(10**9 * 8 * 160, rel=0.01)
     assert plan_rates("--gpus", "2") == pytest.approx((2 * rate, hours / 2), rel=0.01)
     assert plan_rates("--gpu", "A100")[1] == pytest.approx(hours * 989 / 312, rel=0.01)
+
+
+OPERATIONS = {
+    "lm": (LM, 1e-3),
+    "adapters": (LORA, 0.03),  # the formula also counts gradients of the lowest layer's inputs
+    "t5": (T5, 1e-3),
+    "fid": (FID, 1e-3),
+    "images": (INTERLEAVED, 1e-3),
+    "crossattn": (CROSSATTN, 1e-3),
+    "crossattn, cached contexts": (override(CROSSATTN, {"model.cache_contexts": True}), 1e-3),
+    "crossattn, encoded contexts": (override(CROSSATTN, {"data.encoded_contexts": True}), 1e-3),
+}
+
+
+@pytest.mark.parametrize("case", OPERATIONS)
+def test_operations_equal_those_of_a_step(case: str, places: Places):
+    exp, tolerance = OPERATIONS[case]
+    recipe: Any = load_experiment(exp, case)
+    model = recipe.model.build(places)
+    getattr(model, "base", model).set_attn_implementation("eager")  # PyTorch does not count the fused backward on CPUs
+    batch = longest_batch(recipe.data, recipe.micro_batch, model.config)
+    batch = {name: torch.rand(value.shape) if value.is_meta else value for name, value in batch.items()}
+    if "cache_contexts" in exp["model"]:
+        recipe.training_loss()(model, batch)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        result = recipe.training_loss()(model.train(), batch)
+        (result[0] if isinstance(result, tuple) else result).backward()
+    micro_batches = LOOP["sequences_per_step"] // LOOP["micro_batch"]
+    plan = recipe.plan_memory(places, gpus=2, gpu="H100")
+    assert plan.operations == pytest.approx(micro_batches * counter.get_total_flops(), rel=tolerance)
+
+
+def test_without_a_peak_only_the_rate_is_unknown(run_plan: Any):
+    in_float32, in_bfloat16 = (override(LM, {"loop.precision": kind}) for kind in ("float32", "bfloat16"))
+    _, rows, _ = run_plan({"lm": [in_float32, in_bfloat16]})
+    assert [(row["tokens/s"] == "?", row["hours"] == "?") for row in rows] == [(True, True), (False, False)]
+    assert rows[0]["TFLOP"] == rows[1]["TFLOP"] != "?"
 
 
 @pytest.mark.slow

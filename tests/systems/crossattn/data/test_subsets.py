@@ -100,7 +100,7 @@ def test_val_samples_are_taken_of_these_sources(build, write_corpus):
     some = build("val", val_datasets=["squad"], val_samples=7)
     assert len(some) == len({*questions_of(some)}) == 7
     assert all(int(question[1:]) % 2 for question in questions_of(some))
-    with pytest.raises(DataError, match=r"val\.jsonl: 21 validation samples requested, only 20 available"):
+    with pytest.raises(DataError, match=r"21 requested, only 20 available"):
         build("val", val_datasets=["squad"], val_samples=21)
 
 
@@ -156,13 +156,15 @@ def test_it_is_known_before_rows_are_read_where_the_manifest_counts_them(places,
 
 
 @pytest.mark.parametrize("counts", [None, 3, {"train": 5, "val": 1}, {"train": {"calls": 4}}])
-def test_other_manifests_say_nothing_of_sources(places, counts):
+def test_without_counts_in_the_manifest_rows_are_read_until_each_source_occurred(places, counts):
     with new_directory(places.data / "c", {"counts": counts}) as folder:
         for split in ("train", "val"):
-            (folder / f"{split}.jsonl").write_text("these rows are not read\n")
-    load(cross_attention.Config, {"corpus": "c", **VALUES[cross_attention], "train_datasets": ["squad"]}, "data").check(
-        places
-    )
+            rows = "".join(json.dumps({**ROWS[0], "dataset": name}) + "\n" for name in ("nq", "squad", "marco"))
+            (folder / f"{split}.jsonl").write_text(rows + "this row is not read\n")
+    values = {"corpus": "c", **VALUES[cross_attention]}
+    load(cross_attention.Config, {**values, "train_datasets": ["squad"]}, "data").check(places)
+    with pytest.raises(DataError, match=r"train\.jsonl:4: not valid JSON"):
+        load(cross_attention.Config, {**values, "train_datasets": ["squat"]}, "data").check(places)
 
 
 @KINDS

@@ -97,7 +97,7 @@ def test_more_sentinels_than_there_are_is_refused_before_documents_are_read(buil
     with pytest.raises(
         ConfigError, match=r"^data\.input_tokens: masks 128 runs per sequence, .* has 100 sentinels\. Use fewer"
     ):
-        build(["too short"], input_tokens=512, noise_density=0.5)
+        build(["long enough" * 99], input_tokens=512, noise_density=0.5)
     with pytest.raises(DataError, match="has no sentinels"):
         build(controls=CONTROLS[:2])
 
@@ -121,8 +121,8 @@ def test_too_few_sentinels_are_found_without_loading_the_tokenizer(make_tokenize
 
 def test_too_little_text(build):
     with pytest.raises(DataError, match=r"train.jsonl: \d+ tokens, fewer than the 34 of one sequence"):
-        build(["short"])
-    with pytest.raises(DataError, match=r"val.jsonl: 9 validation samples requested, only 1 available"):
+        build(["a" * 22])
+    with pytest.raises(DataError, match=r"9 requested, only 1 available"):
         build(["a" * 40], "val", val_sequences=9)
 
 

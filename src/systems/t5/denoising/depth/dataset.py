@@ -68,6 +68,7 @@ class Config(DenoisingConfig):
 
     def check(self, places: Places) -> None:
         jsonl.require_splits(places, self.corpus)
+        super().check(places)
 
     def check_tokenizer(self, folder: Path | None) -> None:
         added_tokens = sentinels.read_added_tokens(folder)
