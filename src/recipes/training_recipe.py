@@ -148,6 +148,7 @@ class TrainingRecipe(RecipeConfig):
         """Raise a UserError if the data have no questions, no contexts to shuffle, or fewer questions than evaluations
         use."""
         data = self.data.validation
+        val_samples = getattr(data, "val_samples", None)
         for name in ("answers", "sampled", "inference"):
             setting = getattr(self, name, None)
             if setting is None:
@@ -167,6 +168,10 @@ class TrainingRecipe(RecipeConfig):
                         "have no contexts. Remove it."
                     )
             requested = getattr(setting, "questions", 0)
+            if val_samples is not None and requested > val_samples:  # known without the data
+                raise ConfigError(
+                    f"{name}.questions: {requested}, but data.val_samples is {val_samples}. Use at most {val_samples}."
+                )
             available = call_once(data.count_questions, places, requested) if requested else None
             if available is not None:
                 row_counts.require(f"{name}.questions", requested, available)
