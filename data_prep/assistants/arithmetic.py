@@ -1,6 +1,7 @@
 """Write arithmetic problems with their answers: `python -m data_prep.assistants.arithmetic`.
 
-Below --data_path is the data set arithmetic, for the recipes `grpo` and `ppo` with the reward `math`. Half of the
+Below --data_path are the data set arithmetic, for the recipes `grpo` and `ppo` with the reward `math`, and as a control
+arithmetic_shuffled, whose training problems have the answers of other problems. Half of the
 problems are sums such as "What is 17 + 25?", half are stories of one or two steps in the style of GSM8K. No numbers of
 a validation problem are in a training problem of the same kind. Two runs give the same bytes.
 """
@@ -42,8 +43,21 @@ ANSWERS = {
 }
 
 
-def problems(split: str) -> Iterator[dict[str, Any]]:
-    """Rows of a split: a message of the user, and the answer."""
+def problems(split: str, shuffled: bool = False) -> list[dict[str, Any]]:
+    """Rows of a split: a question and its answer, or if `shuffled` the answer of another question."""
+    questions, answers = zip(*_draw_problems(split), strict=True)
+    if shuffled:
+        answers = random.Random("arithmetic/shuffled").sample(answers, len(answers))
+    return [
+        {
+            "messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}],
+            "answer": answer,
+        }
+        for question, answer in zip(questions, answers, strict=True)
+    ]
+
+
+def _draw_problems(split: str) -> Iterator[tuple[str, str]]:
     for number in range(ROWS[split]):
         draw = random.Random(f"arithmetic/{split}/{number}")
         template = draw.choice(SUMS if number % 2 == 0 else STORIES)
@@ -53,10 +67,7 @@ def problems(split: str) -> Iterator[dict[str, Any]]:
         (name, other), things = draw.sample(NAMES, 2), draw.choice(THINGS)
         text = template.format(**numbers, name=name, other=other, things=things)
         question = f"What is {text}?" if number % 2 == 0 else text
-        yield {
-            "messages": [{"role": "user", "content": f"{question} {INSTRUCTION}"}],
-            "answer": str(ANSWERS[template](**numbers)),
-        }
+        yield f"{question} {INSTRUCTION}", str(ANSWERS[template](**numbers))
 
 
 def _numbers(draw: random.Random) -> dict[str, int]:
@@ -76,19 +87,23 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(data_path: Path) -> None:
-    """Make the folder arithmetic below `data_path`.
+    """Make the two folders below `data_path`.
 
     Raises:
         RunError: the disk refuses.
     """
 
-    def fill(folder: Path) -> dict[str, Any]:
-        for split in ROWS:
-            lines = (json.dumps(row) + "\n" for row in problems(split))
-            (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
-        return {"counts": ROWS}
+    made_from = {"script_sha256": command.digest_files([__file__])}
+    command.make_folder(data_path / "arithmetic", COMMAND, made_from, _write)
+    command.make_folder(data_path / "arithmetic_shuffled", COMMAND, made_from, lambda folder: _write(folder, True))
 
-    command.make_folder(data_path / "arithmetic", COMMAND, {"script_sha256": command.digest_files([__file__])}, fill)
+
+def _write(folder: Path, shuffled: bool = False) -> dict[str, Any]:
+    for split in ROWS:
+        rows = problems(split, shuffled and split == "train")
+        lines = (json.dumps(row) + "\n" for row in rows)
+        (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
+    return {"counts": ROWS}
 
 
 main = command.main_of(COMMAND, __doc__, _add_options, prepare)

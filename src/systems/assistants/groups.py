@@ -219,6 +219,100 @@ def chain(seed: int) -> dict[str, dict[str, Any]]:
     }
 
 
+# SmolLM2-135M (`make smollm2`) as an assistant: fine-tuned, ranked, aligned and taught arithmetic, each with a control.
+# Data: alpaca, gsm8k, pairs_1 to pairs_5, as above, and arithmetic (data_prep.assistants.arithmetic).
+_CHAT = {"template": "tokenizer"}
+SMOLLM2 = {"name": "hf", "path": "HuggingFaceTB/SmolLM2-135M-Instruct"}
+SMOLLM2_LORA = {
+    "name": "lora",
+    "rank": 16,
+    "alpha": 32.0,
+    "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    "base": {**SMOLLM2, "dtype": "bfloat16"},
+}
+SMOLLM2_LOOP: dict[str, Any] = {
+    "steps": 60,
+    "sequences_per_step": 8,
+    "micro_batch": 4,
+    "schedule": "cosine",
+    "warmup_rate": 0.1,
+    "precision": "bfloat16",
+    "eval_every": 30,
+}
+_SEEDS = (0, 1, 2)
+
+
+def smollm2_sft(seed: int, lora: bool, shuffled: bool = False) -> dict[str, Any]:
+    """Fine-tuning on Alpaca and GSM8K, of all weights or of adapters. shuffled: with the answers of other questions."""
+    documents = {"name": "conversations", "sequence_tokens": 384, "val_samples": 100, "writing": _CHAT}
+    more = {"shuffled_answers": True} if shuffled else {}
+    parts = {corpus: {**documents, "corpus": corpus, **more} for corpus in ("alpaca", "gsm8k")}
+    return {
+        "recipe": "sft",
+        "seed": seed,
+        "model": SMOLLM2_LORA if lora else SMOLLM2,
+        "data": {"name": "packed", "documents": {"name": "mixture", "parts": parts}, "sequence_tokens": 384},
+        "loop": {**SMOLLM2_LOOP, "learning_rate": 5e-4 if lora else 5e-5},
+    }
+
+
+def smollm2_reward(fold: int, shuffled: bool = False) -> dict[str, Any]:
+    """A reward model of preference pairs. fold: the part that is held out. shuffled: with shuffled ranks."""
+    more = {"shuffled_ranks": True} if shuffled else {}
+    return {
+        "recipe": "reward",
+        "seed": fold,
+        "model": {"name": "reward", "pooling": "mean", "base": {**SMOLLM2, "dtype": "float32"}},
+        "data": {
+            "name": "ranked_replies",
+            "corpus": f"pairs_{fold}",
+            "sequence_tokens": 256,
+            "min_prompt_tokens": 64,
+            "writing": _CHAT,
+            **more,
+        },
+        "loop": {**SMOLLM2_LOOP, "steps": 45, "eval_every": 15, "learning_rate": 5e-5},
+    }
+
+
+def smollm2_dpo(seed: int, shuffled: bool = False) -> dict[str, Any]:
+    """Direct preference optimization of the fine-tuned adapters. shuffled: with shuffled ranks."""
+    ranked = smollm2_reward(1, shuffled)["data"]
+    return {
+        "recipe": "dpo",
+        "seed": seed,
+        "model": ref(smollm2_sft(seed, lora=True)),
+        "data": {**ranked, "max_replies": 2},
+        "loop": {**SMOLLM2_LOOP, "steps": 45, "eval_every": 15, "learning_rate": 1e-4},
+    }
+
+
+def smollm2_grpo(seed: int, shuffled: bool = False) -> dict[str, Any]:
+    """GRPO on arithmetic, judged by reward `math`. shuffled: rewards for the answers of other problems."""
+    prompts = {"name": "conversations", "corpus": "arithmetic", "sequence_tokens": 96, "writing": _CHAT}
+    if shuffled:
+        prompts["corpus"] = "arithmetic_shuffled"
+    return {
+        "recipe": "grpo",
+        "seed": seed,
+        "model": SMOLLM2_LORA,
+        "data": {"name": "rollouts", "prompts": prompts, "rollouts": 64, "group_size": 8, "max_new_tokens": 16},
+        "rewards": [{"name": "math"}],
+        "loop": {
+            **SMOLLM2_LOOP,
+            "steps": 60,
+            "sequences_per_step": 64,
+            "micro_batch": 16,
+            "learning_rate": 1e-4,
+            "eval_every": 30,
+            "extra_eval_steps": [1],
+            "best_metric": "em_mean@16",
+            "best_mode": "max",
+        },
+        "sampled": {"questions": 100, "samples": 16, "max_new_tokens": 16, "metrics": [{"name": "squad"}]},
+    }
+
+
 GROUPS = {
     "assistant_tiny_base": [BASE_TINY],
     "assistant_tiny_sft": [SFT_TINY],
@@ -239,4 +333,13 @@ GROUPS = {
     "sft_tiny": [real(seed, False) for seed in (0, 1, 2)],
     "sft_tiny_control": [real(seed, True) for seed in (0, 1, 2)],
     "assistant_tiny_reward_control": [override(REWARD_TINY, {"data.shuffled_ranks": True})],
+    "smollm2_sft": [smollm2_sft(seed, lora) for lora in (False, True) for seed in _SEEDS],
+    "smollm2_sft_control": [smollm2_sft(seed, lora=True, shuffled=True) for seed in _SEEDS],
+    "smollm2_reward": [smollm2_reward(fold) for fold in range(1, 6)],
+    "smollm2_reward_control": [smollm2_reward(fold, shuffled=True) for fold in range(1, 6)],
+    "smollm2_dpo": [smollm2_dpo(seed) for seed in _SEEDS],
+    "smollm2_dpo_control": [smollm2_dpo(seed, shuffled=True) for seed in _SEEDS],
+    "smollm2_grpo": [smollm2_grpo(seed) for seed in _SEEDS],
+    "smollm2_grpo_control": [smollm2_grpo(seed, shuffled=True) for seed in _SEEDS],
+    "smollm2_grpo_rates": [override(smollm2_grpo(100), {"loop.learning_rate": rate}) for rate in (3e-5, 1e-4, 3e-4)],
 }

@@ -39,7 +39,7 @@ CROSSATTN = {
         "wrong_contexts": True,
     },
 }
-PROMPTED = override(
+PROMPTING = override(
     CROSSATTN,
     {
         "recipe": "prompted",
@@ -56,7 +56,7 @@ PROMPTED = override(
     },
 )
 CLOSED_BOOK = override(
-    PROMPTED,
+    PROMPTING,
     {
         "data": {"name": "prompted_qa", "contexts": "none", **{k: v for k, v in DATA.items() if k != "context_tokens"}},
         "loop.steps": 500,
@@ -65,7 +65,7 @@ CLOSED_BOOK = override(
     },
 )
 # The instruct model as it is, with its own chat template.
-UNTRAINED = {
+ZERO_SHOT = {
     "loop": None,
     "evaluation": {"micro_batch": 16, "precision": "bfloat16"},
     "model": SMOLLM2,
@@ -76,12 +76,12 @@ TUNING = {"seed": 100, "data.corpus": "squad_nq_tuning", "inference": None}
 
 GROUPS = {
     "smollm2_crossattn": seeds([CROSSATTN], 3),
-    "smollm2_prompted": seeds([PROMPTED], 3),
+    "smollm2_prompted": seeds([PROMPTING], 3),
     "smollm2_closed_book": seeds([CLOSED_BOOK], 3),
-    "smollm2_untrained": [override(PROMPTED, UNTRAINED), override(CLOSED_BOOK, UNTRAINED)],
+    "smollm2_untrained": [override(PROMPTING, ZERO_SHOT), override(CLOSED_BOOK, ZERO_SHOT)],
     "smollm2_crossattn_rates": [
         override(experiment, {**TUNING, "loop.learning_rate": rate})
-        for experiment in (CROSSATTN, PROMPTED, CLOSED_BOOK)
+        for experiment in (CROSSATTN, PROMPTING, CLOSED_BOOK)
         for rate in (3e-4, 1e-3, 3e-3)
     ],
 }
