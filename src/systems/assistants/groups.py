@@ -277,12 +277,12 @@ def smollm2_reward(fold: int, shuffled: bool = False) -> dict[str, Any]:
 
 def smollm2_dpo(seed: int, shuffled: bool = False) -> dict[str, Any]:
     """Direct preference optimization of the fine-tuned adapters. shuffled: with shuffled ranks."""
-    ranked = smollm2_reward(1, shuffled)["data"]
+    ranked_replies = smollm2_reward(1, shuffled)["data"]
     return {
         "recipe": "dpo",
         "seed": seed,
         "model": ref(smollm2_sft(seed, lora=True)),
-        "data": {**ranked, "max_replies": 2},
+        "data": {**ranked_replies, "max_replies": 2},
         "loop": {**SMOLLM2_LOOP, "steps": 45, "eval_every": 15, "learning_rate": 1e-4},
     }
 
