@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -71,9 +72,11 @@ def component_pages() -> dict[str, str]:
         "# Settings",
         "The types of fields that have fields of their own: training loop, evaluation, generation and others.",
     ]
+    counts = Counter(map(_title, shared))
     for cls in shared:
+        title = _title(cls) + (f" ({_path(cls).split('/')[2]})" if counts[_title(cls)] > 1 else "")
         parts += [
-            f"## {_title(cls)} {{ #{_anchor(cls)} }}",
+            f"## {title} {{ #{_anchor(cls)} }}",
             _introduction(cls),
             f"Code: `{_path(cls)}`",
             _fields(cls, anchors),
