@@ -54,9 +54,10 @@ class HtmlFilter(Config):
     exclude: list[TagRule] = []
     """Further tags to drop, by the length of their text."""
     min_length: float = float("-inf")
-    """Drop all tags with a text of `min_length` to `max_length` characters, except those in `exceptions`."""
+    """Drop tags with a text of `min_length` to `max_length` characters, except those in `exceptions`. By default no
+    length is dropped."""
     max_length: float = float("-inf")
-    """Upper end of that range; the default range is empty."""
+    """Upper end of that range."""
     exceptions: list[str] = []
     """Tags that `min_length` and `max_length` do not drop."""
 
