@@ -3,6 +3,7 @@
 import json
 import math
 import pydoc_data.topics
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from data_prep.assistants import prepare_conversations
 from src.data.text.tokenizers import SafeTokenizer
 from src.experiments.config import Places
 from src.experiments.identity import exp_id
@@ -247,6 +249,22 @@ def test_the_harness_scores_a_checkpoint_as_it_scores_the_model(world: Path, mon
     alone = json.loads(file.read_text())["results"]["colours"]["acc,none"]
     assert result["scores"]["colours/acc"] == alone
     assert 0 < alone < 1
+
+
+def test_the_page_about_it_holds(world: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its conversations and its experiment, as written, but for two steps."""
+    script, block = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "pretrained_model.md").read_text(), re.DOTALL)
+    monkeypatch.chdir(world)
+    exec(script, {})
+    words = ["--form", "messages", "--train", "talks.jsonl", "--name", "own_talks", "--data_path", str(world / "data")]
+    assert prepare_conversations.main(words) == 0
+    groups: dict[str, Any] = {}
+    exec(block.replace('"talks",', '"own_talks",'), {"EXP_GROUPS": groups})
+    (exp,) = groups["talks"]
+    exp["loop"] |= {"steps": 2, "eval_every": 2}
+    assert toy.main(["-e", "talks", "--dry-run"], groups, world) == 0
+    assert toy.main(["-e", "talks"], groups, world) == 0
+    assert toy.evaluations(world, exp_id(exp))[-1]["step"] == 2
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:

@@ -20,7 +20,11 @@ from src.experiments import grid
 from tests import toy
 from tests.core.project.test_readme import commands
 
-ELSEWHERE = {"extending": "test_extending.py", "tutorial": "test_tutorial.py"}
+ELSEWHERE = {
+    "extending": "test_extending.py",
+    "pretrained_model": "tests/core/models/test_smollm2.py",
+    "tutorial": "test_tutorial.py",
+}
 """Pages whose experiments have a test of their own."""
 GUIDES = ("assistants", "crossattn", "metadata", "policies", "streaming", "t5")
 MODULES = ("argparse", "ast", "asyncio", "datetime", "decimal", "logging", "tarfile", "typing")
