@@ -68,7 +68,8 @@ def test_a_lineage_is_read_without_the_controller_and_repaired_with_it(
     trainval(tmp_path, "-j", "held")
     rows = data / "fragile" / "train.jsonl"
     sound = rows.read_bytes()
-    rows.write_bytes(b"?" * len(sound))  # of the length that is checked before the run begins
+    # Of the length that is checked before the run begins; checks read only the first rows.
+    rows.write_bytes(sound[:-20] + b"?" * 20)
     command("scontrol", "release", *(job_id(tmp_path, identity) for identity in IDS if identity != OPEN_ID))
     open_job_id = job_id(tmp_path, OPEN_ID)
     cluster.wait_for_all(300, but=open_job_id)
@@ -90,7 +91,7 @@ def test_a_lineage_is_read_without_the_controller_and_repaired_with_it(
     assert {row["exp_id"]: row["state"] for row in content.rows} == expected_states
     for identity in (OPEN_ID, CHILD_ID, FRAGILE_ID):
         assert NO_ANSWER.search(seen[identity].reason), seen[identity]
-    assert "fragile/train.jsonl:1: not valid JSON" in seen[FRAGILE_ID].reason
+    assert re.search(r"fragile/train\.jsonl:\d+: not valid JSON", seen[FRAGILE_ID].reason)
     assert seen[WELL_ID].reason == ""
     page = (tmp_path / "report.html").read_text()
     assert len(NO_ANSWER.findall(page)) >= 3
