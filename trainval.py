@@ -296,8 +296,11 @@ def run_one(item: Any, reset: int, places: Any, options: Any, micro_batch: int |
     distributed.defer_stop()  # until `carry_out` handles the status
     state = distributed.broadcast_from_rank0(begin)
     run_dir = run_dirs[0] if run_dirs else RunDir.attach(places.runs / item.exp_id)
-    torch_settings.place_flight_recorder(run_dir.logs)
-    with run_dir, log_to_file(run_dir.logs, LOGGERS if distributed.is_main() else ()):
+    with (
+        run_dir,
+        torch_settings.flight_recorder_in(run_dir.logs),
+        log_to_file(run_dir.logs, LOGGERS if distributed.is_main() else ()),
+    ):
         if state == "done":
             log.info("%s %s: already done.", item.where, item.exp_id)
         else:
