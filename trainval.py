@@ -245,7 +245,7 @@ def train(args: argparse.Namespace, items: Sequence[Any], selected_ids: set[str]
     from src.support import distributed
 
     options = arguments.training_options(args, distributed.world_size())
-    failed = 0
+    failures: list[str] = []
     with distributed.stoppable(), distributed.session(args.deterministic):
         for item in items:
             if any(
@@ -260,10 +260,13 @@ def train(args: argparse.Namespace, items: Sequence[Any], selected_ids: set[str]
                     if not distributed.is_main():
                         complain(f"rank {distributed.rank()}: {error}")
                     raise
+                message = prefix_lines(error, item.where)
                 if distributed.is_main():
-                    complain(prefix_lines(error, item.where))
-                failed += 1
-    return 1 if failed else 0
+                    complain(message)
+                failures.append(f"{item.exp_id} ({message.splitlines()[0]})")
+    if failures and len(items) > 1 and distributed.is_main():
+        complain(f"{len(items) - len(failures)} done, {len(failures)} failed: {'; '.join(failures)}")
+    return 1 if failures else 0
 
 
 def run_one(item: Any, reset: int, places: Any, options: Any, micro_batch: int | None = None) -> None:

@@ -176,7 +176,7 @@ def test_checks_without_data():
     config.check_length(64, 63)
     with pytest.raises(ConfigError, match=r"data\.passage_tokens: 64 tokens are more than the 63 positions"):
         config.check_length(63)
-    with pytest.raises(ConfigError, match=r"data\.answer_tokens: 65 tokens are more than the 64 positions"):
+    with pytest.raises(ConfigError, match=r"max_new_tokens: 65 tokens are more than the 64 positions"):
         config.check_length(64, 64)
     with pytest.raises(
         ConfigError, match=r"loop\.compile: needs batches of one length.*'fid_qa' differ\. Leave loop\.compile out"
