@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 TokenLosses = Callable[["Blocks"], list[list[float]]]
 """`training.validation.token_losses` of a model."""
 TOGETHER = "together"
-_UNLIMITED = 1 << 40
+_ANY_NUMBER = 1 << 40
 """Tokens in a block, to measure the size of documents."""
 
 
@@ -163,7 +163,7 @@ def select(
             raise DataError(
                 f"gains.columns: fewer than two of the {len(having)} documents with {' and '.join(names)} fit into a "
                 f"block of data.sequence_tokens {maker.room}, with their own metadata and with another's. "
-                f"{_advise(_variants(config, maker.with_room(_UNLIMITED), having))}"
+                f"{_advise(_variants(config, maker.with_room(_ANY_NUMBER), having))}"
             )
         yield column, variants, fits
 

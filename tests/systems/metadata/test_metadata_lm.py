@@ -19,7 +19,6 @@ from src.experiments.identity import exp_id
 from src.experiments.interfaces import load_experiment
 from src.files import new_directory
 from src.models import export
-from src.systems.metadata import recipe as metadata_lm
 from tests import toy
 
 WRITING = {"keys": ["title", "entity"], "separators": {"item": " | ", "key_value": " ", "prefix_end": " ?"}}
@@ -210,8 +209,8 @@ def test_documents_that_do_not_fit_are_found_by_a_dry_run(folder: Path, capsys: 
     assert toy.main(["-e", "g", "--dry-run"], {"g": [exp]}, folder) == 1
     message = capsys.readouterr().err
     assert "gains.columns: fewer than two of the 32 documents with title fit into a block of data" in message
-    needed = int(re.findall(r"Set data\.sequence_tokens to (\d+) or more", message)[0])
-    for tokens, code in ((needed - 1, 1), (needed, 0)):
+    smallest = int(re.findall(r"Set data\.sequence_tokens to (\d+) or more", message)[0])
+    for tokens, code in ((smallest - 1, 1), (smallest, 0)):
         exp = override(WITH_GAINS, {"data.sequence_tokens": tokens})
         assert toy.main(["-e", "g", "--dry-run"], {"g": [exp]}, folder) == code
 
@@ -220,7 +219,7 @@ def test_documents_that_do_not_fit_are_refused_before_the_first_step(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     """As for a model whose tokenizer is not known yet."""
-    monkeypatch.setattr(metadata_lm, "_tokenizer_folder", lambda *_: None)
+    monkeypatch.setattr("src.systems.metadata.recipe._tokenizer_folder", lambda *_: None)
     exp = override(WITH_GAINS, {"data.sequence_tokens": 8})
     assert toy.main(["-e", "g"], {"g": [exp]}, folder) == 1
     assert "gains.columns: fewer than two of the 32 documents with title" in capsys.readouterr().err
@@ -231,9 +230,9 @@ def test_the_tokenizer_of_a_pretrained_base_is_read_by_a_dry_run(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     assert toy.main(["-e", "g"], {"g": [WITH_GAINS_SHORT]}, folder) == 0
-    run, exported = folder / "runs" / exp_id(WITH_GAINS_SHORT), tmp_path / "exported"
-    assert export.main([str(run), str(exported), "--data_path", str(folder / "data")]) == 0
-    base = {"name": "hf", "path": str(exported)}
+    run, export_folder = folder / "runs" / exp_id(WITH_GAINS_SHORT), tmp_path / "exported"
+    assert export.main([str(run), str(export_folder), "--data_path", str(folder / "data")]) == 0
+    base = {"name": "hf", "path": str(export_folder)}
     for model in (base, {"name": "lora", "rank": 1, "alpha": 1.0, "target_modules": ["c_attn"], "base": base}):
         exp = override(WITH_GAINS, {"model": model, "data.sequence_tokens": 8})
         assert toy.main(["-e", "g", "--dry-run"], {"g": [exp]}, folder) == 1
