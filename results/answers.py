@@ -53,8 +53,8 @@ def best_run(runs: Path, rows: Sequence[results.Row]) -> tuple[Path, str]:
     metric = next((name for name in results.score_names(rows) if name.startswith(f"{INFERENCE}/")), None)
     if metric is None:
         raise DataError(
-            f"{runs}: no run has saved answers. `inference` in an experiment saves them; `answers`, `sampled` and "
-            "`answering` only score theirs. Add `inference`, and run the experiment."
+            f"{runs}: no run has saved answers. `answers` and `sampled` only score the answers of evaluations; "
+            "`inference` saves answers (recipes crossattn, fid and prompted). Add it to an experiment, and run it."
         )
     best_row = results.sort_best_first(rows, metric)[0]
     if best_row.get(metric) is None:
