@@ -245,7 +245,7 @@ def train(args: argparse.Namespace, items: Sequence[Any], selected_ids: set[str]
     from src.support import distributed
 
     options = arguments.training_options(args, distributed.world_size())
-    failed = 0
+    failures: list[str] = []
     with distributed.stoppable(), distributed.session(args.deterministic):
         for item in items:
             if any(
@@ -260,10 +260,13 @@ def train(args: argparse.Namespace, items: Sequence[Any], selected_ids: set[str]
                     if not distributed.is_main():
                         complain(f"rank {distributed.rank()}: {error}")
                     raise
+                message = prefix_lines(error, item.where)
                 if distributed.is_main():
-                    complain(prefix_lines(error, item.where))
-                failed += 1
-    return 1 if failed else 0
+                    complain(message)
+                failures.append(f"{item.exp_id} ({message.splitlines()[0]})")
+    if failures and len(items) > 1 and distributed.is_main():
+        complain(f"{len(items) - len(failures)} done, {len(failures)} failed: {'; '.join(failures)}")
+    return 1 if failures else 0
 
 
 def run_one(item: Any, reset: int, places: Any, options: Any, micro_batch: int | None = None) -> None:
@@ -296,8 +299,11 @@ def run_one(item: Any, reset: int, places: Any, options: Any, micro_batch: int |
     distributed.defer_stop()  # until `carry_out` handles the status
     state = distributed.broadcast_from_rank0(begin)
     run_dir = run_dirs[0] if run_dirs else RunDir.attach(places.runs / item.exp_id)
-    torch_settings.place_flight_recorder(run_dir.logs)
-    with run_dir, log_to_file(run_dir.logs, LOGGERS if distributed.is_main() else ()):
+    with (
+        run_dir,
+        torch_settings.flight_recorder_in(run_dir.logs),
+        log_to_file(run_dir.logs, LOGGERS if distributed.is_main() else ()),
+    ):
         if state == "done":
             log.info("%s %s: already done.", item.where, item.exp_id)
         else:

@@ -52,7 +52,10 @@ def best_run(runs: Path, rows: Sequence[results.Row]) -> tuple[Path, str]:
     """
     metric = next((name for name in results.score_names(rows) if name.startswith(f"{INFERENCE}/")), None)
     if metric is None:
-        raise DataError(f"{runs}: no run has answers. Add `inference` to an experiment, and run it.")
+        raise DataError(
+            f"{runs}: no run has saved answers. `answers` and `sampled` only score the answers of evaluations; "
+            "`inference` saves answers (recipes crossattn, fid and prompted). Add it to an experiment, and run it."
+        )
     best_row = results.sort_best_first(rows, metric)[0]
     if best_row.get(metric) is None:
         raise DataError(f"{runs}: {metric} is NaN in all runs. Choose a run with --exp_id.")

@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from pydantic import PlainSerializer, PlainValidator
 
@@ -131,13 +131,41 @@ class ModelConfig(Component):
         return sizes.max_positions if sizes else None
 
 
-def require_fit(field: str, tokens: int, max_positions: int | None) -> None:
-    """Raise ConfigError if `field` allows more tokens than the model has positions (None: unknown or unlimited)."""
-    if max_positions is not None and tokens > max_positions:
-        raise ConfigError(
-            f"{field}: {tokens} tokens are more than the {max_positions} positions of the model. "
-            "Use fewer tokens, or a model with more positions."
-        )
+class NewTokens(int):
+    """Maximum number of tokens of an answer, with the name of the setting."""
+
+    setting: str
+
+    def __new__(cls, tokens: int, setting: str = "max_new_tokens") -> Self:
+        number = super().__new__(cls, tokens)
+        number.setting = setting
+        return number
+
+    @staticmethod
+    def name(tokens: int) -> str:
+        """The setting, such as "answers.max_new_tokens"; "max_new_tokens" for a plain number."""
+        return getattr(tokens, "setting", "max_new_tokens")
+
+    @classmethod
+    def longest(cls, answers: Mapping[str, Any]) -> Self:
+        """The longest of `answers`, each None or with `max_new_tokens`, by the name of their setting. 0 for none."""
+        numbers = [cls(each.max_new_tokens, f"{name}.max_new_tokens") for name, each in answers.items() if each]
+        return max(numbers, default=cls(0))
+
+
+def require_fit(field: str, tokens: int, max_positions: int | None, new_tokens: int = 0) -> None:
+    """Raise ConfigError if the tokens that `field` allows, and `new_tokens` after them, are more than the positions of
+    the model (None: unknown or unlimited)."""
+    total = tokens + new_tokens
+    if max_positions is None or total <= max_positions:
+        return
+    parts, advice = "", "Use fewer tokens"
+    if new_tokens:
+        parts, advice = f" ({tokens} + {NewTokens.name(new_tokens)} {new_tokens})", "Lower one of the two"
+    raise ConfigError(
+        f"{field}: {total} tokens{parts} are more than the {max_positions} positions of the model. "
+        f"{advice}, or use a model with more positions."
+    )
 
 
 class DatasetConfig(Component):

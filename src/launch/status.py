@@ -23,6 +23,8 @@ from src.runs.store import EXP_DICT, RunStore, SavedRun, expand_run
 from src.support.command_line import aligned_lines
 from src.support.read_cache import ReadCache
 
+_MAX_DIFFERENCE = 80
+"""Maximum characters of the column "differs by"."""
 _ID = re.compile(r"[0-9a-f]{32}")
 State = Literal["never", "queued", "running", "done", "failed", "stopped", "lost", "unknown"]
 
@@ -274,8 +276,8 @@ def _elapsed_seconds(status: Mapping[str, Any], state: str) -> float | None:
 
 def format_table(rows: Iterable[Row], differences: Mapping[str, str] | None = None) -> list[str]:
     """The rows as lines of a table, with a header and without empty columns.
-    differences: distinguishing settings by id."""
-    distinctions = differences or {}
+    differences: distinguishing settings by id, shortened here. `to_json` has all of them."""
+    distinctions = {exp_id: _shorten(text) for exp_id, text in (differences or {}).items()}
     head = ("id", "group", "state", "job", "node", "time", "starts", "step", "loss", "beat", "differs by", "reason")
     lines = [_cells(row, distinctions.get(row.exp_id, "")) for row in rows]
     is_filled = [any(column) for column in zip(*lines, strict=True)]
@@ -317,6 +319,10 @@ def _cells(row: Row, difference: str) -> tuple[str, ...]:
         difference,
         reason,
     )
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= _MAX_DIFFERENCE else f"{text[: _MAX_DIFFERENCE - 3]}..."
 
 
 def _format_duration(seconds: float | None) -> str:

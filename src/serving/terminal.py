@@ -14,9 +14,11 @@ from src.data.jsonl import check_text
 from src.errors import ConfigError, UserError
 from src.experiments.config import unknown_text
 from src.files import writing
-from src.serving.writer import RESET, Writer, is_reset
+from src.serving.writer import RESET, ConversationTooLong, Writer, is_reset
 
 PROMPT = "> "
+EMPTY = "(empty answer)"
+"""Written to standard error after an answer without a visible character."""
 _COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?")
 _COMMANDS = {
     "help": "/help         lists these commands",
@@ -46,12 +48,21 @@ class Terminal:
             UserError: the model cannot read the text, or the conversation with it.
         """
         check_text(text, "the message")
+        is_empty = True
+
+        def show(piece: str) -> None:
+            nonlocal is_empty
+            is_empty = is_empty and not piece.strip()
+            _show(piece)
+
         with _stopping_at_ctrl_c() as is_stopped:
             options = {**self._options, "stopping_criteria": [lambda ids, *_: _full(ids, is_stopped())]}
-            self._writer.say(text, _show, **options)
+            self._writer.say(text, show, **options)
             _show("\n")
             if is_stopped():
                 sys.stderr.write("(stopped)\n")
+            elif is_empty:
+                sys.stderr.write(f"{EMPTY}\n")
 
     def run(self) -> None:
         """Answer lines of standard input until its end or /quit. In a terminal, with prompt, line editing and
@@ -68,7 +79,8 @@ class Terminal:
                 if not self._obey(line.strip()) and not self._say(line.rstrip("\n"), is_terminal):
                     return
             except UserError as error:  # the conversation continues
-                sys.stderr.write(f"error: {error}\n")
+                advice = f" {RESET} restarts it." if isinstance(error, ConversationTooLong) else ""
+                sys.stderr.write(f"error: {error}{advice}\n")
 
     def _say(self, text: str, is_terminal: bool) -> bool:
         if text.strip() == "/quit":

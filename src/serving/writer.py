@@ -16,6 +16,10 @@ def is_reset(text: str) -> bool:
     return text.strip() in (RESET, "!reset")
 
 
+class ConversationTooLong(ConfigError):
+    """A conversation that does not fit the model. Restarting it can help."""
+
+
 class Writer(ABC):
     """A model that answers or continues the texts of people."""
 
@@ -128,6 +132,6 @@ def require_room(model: Any, tokens: int, new_tokens: int) -> None:
     longest = getattr(model.config, "max_position_embeddings", None)
     if longest and tokens + new_tokens > longest:
         raise ConfigError(
-            f"{tokens} tokens and max_new_tokens {new_tokens} exceed the {longest} positions of the model. "
-            "Write less, or lower max_new_tokens."
+            f"{tokens} tokens and --max_new_tokens {new_tokens} exceed the {longest} positions of the model. "
+            "Write less, or lower --max_new_tokens."
         )

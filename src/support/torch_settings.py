@@ -4,7 +4,9 @@ Settings in the environment take precedence. docs/long_trainings.md explains eac
 settings.
 """
 
+import contextlib
 import os
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,6 @@ GRADIENT_CHECKPOINTING = ("full", "selective")
 """Ways to recompute layers in the backward pass; see `training.parallel.memory.checkpoint_layers`."""
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 VARIABLES = (*ALLOCATOR, *ENVIRONMENT, DUMP, WORKSPACE, "NVIDIA_TF32_OVERRIDE")
-_dump_is_the_users = DUMP in os.environ
 
 
 def make(deterministic: bool = False) -> None:
@@ -53,10 +54,22 @@ def make(deterministic: bool = False) -> None:
         torch.use_deterministic_algorithms(deterministic)
 
 
-def place_flight_recorder(folder: Path) -> None:
-    """Let failed or late collectives write <folder>/flight_recorder_RANK, unless the user sets another path."""
-    if not _dump_is_the_users:
-        os.environ[DUMP] = str(folder.resolve() / "flight_recorder_")
+@contextlib.contextmanager
+def flight_recorder_in(folder: Path) -> Iterator[None]:
+    """Let failed or late collectives in the block write <folder>/flight_recorder_RANK, unless the user sets another
+    path. torch reads the variable at its first dump, which ends the process."""
+    if DUMP in os.environ:
+        yield
+        return
+    os.environ[DUMP] = str(folder.resolve() / "flight_recorder_")
+    try:
+        yield
+    except RuntimeError:  # of a collective: torch's watchdog can still be about to write
+        raise
+    except BaseException:
+        del os.environ[DUMP]
+        raise
+    del os.environ[DUMP]
 
 
 def describe() -> dict[str, Any]:

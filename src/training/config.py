@@ -133,6 +133,12 @@ class LoopConfig(Config):
         """
         name, _, part = self.best_metric.partition("/")  # "em/nq": over the rows of one source, where metrics are given
         if name not in scores or (part and name.startswith("val_")):
+            if "best_metric" not in self.model_fields_set:
+                raise ConfigError(
+                    f"loop.best_metric: missing, and its default {self.best_metric!r} is not a score of this recipe. "
+                    "Set it, and loop.best_mode: 'max' if a high score is better. "
+                    f"Scores: {', '.join(sorted(scores))}."
+                )
             raise ConfigError(f"loop.best_metric: {unknown_text('score', self.best_metric, scores)}")
         count, shares = self.sequences_per_step // self.micro_batch, distributed.world_size()
         if count < shares:

@@ -100,4 +100,4 @@ def test_the_questions_of_one_run(runs_with_answers: Path, capsys: pytest.Captur
 
 def test_runs_without_answers_are_refused(runs: Path, capsys: pytest.CaptureFixture[str]):
     assert answers.main([str(runs)]) == 1
-    assert "no run has answers. Add `inference`" in capsys.readouterr().err
+    assert "no run has saved answers. `answers` and `sampled` only score" in capsys.readouterr().err

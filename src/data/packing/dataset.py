@@ -76,7 +76,7 @@ class Config(PartsConfig):
         return {"documents": self.documents}
 
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
-        require_fit("data.sequence_tokens", self.sequence_tokens + new_tokens, max_positions)
+        require_fit("data.sequence_tokens", self.sequence_tokens, max_positions, new_tokens)
 
     def check_model(self, sizes: Architecture | None) -> None:
         require_tested_model(sizes)

@@ -29,7 +29,7 @@ class Config(documents.TextConfig):
         return tokens // self.sequence_tokens
 
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
-        require_fit("data.sequence_tokens", self.sequence_tokens + new_tokens, max_positions)
+        require_fit("data.sequence_tokens", self.sequence_tokens, max_positions, new_tokens)
 
     def check_model(self, sizes: Architecture | None) -> None:
         if self.separate_documents:

@@ -37,7 +37,7 @@ class Config(documents.TextConfig):
                 "data.sequence_tokens: missing. "
                 f"Documents can be longer than the {max_positions} positions of the model. Set it."
             )
-        require_fit("data.sequence_tokens", (self.sequence_tokens or 0) + new_tokens, max_positions)
+        require_fit("data.sequence_tokens", self.sequence_tokens or 0, max_positions, new_tokens)
 
     def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "WholeDocuments":
         """Read the documents of one split. They do not depend on `seed`.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from src.errors import ConfigError
 from src.evaluation.config import Answers, SampledAnswers
 from src.experiments.config import Places
-from src.experiments.interfaces import ModelConfig
+from src.experiments.interfaces import ModelConfig, NewTokens
 from src.experiments.kinds import DECODER
 from src.experiments.registry import resolved_dict
 from src.recipes.training_recipe import TrainingRecipe
@@ -115,7 +115,7 @@ def checks(recipe: TrainingRecipe, places: Places, scoring: Scoring) -> list[Cal
     """Checks that need no model or data in memory; each raises a UserError."""
     model, data, loop = recipe.model, rollouts_of(recipe), recipe.loop
     assert loop is not None, "the validator has checked it"
-    longest = max([data.max_new_tokens, *(each.max_new_tokens for each in scoring.questions)])
+    longest = NewTokens.longest({"data": data, "answers": scoring.answers, "sampled": scoring.sampled})
     scores = [name for questions in scoring.questions for name in questions.score_names()]
     return [
         lambda: call_once(model.check, places),
@@ -142,8 +142,8 @@ def check_rewards_room(data: RolloutsConfig, places: Places, scoring: Scoring) -
         if room is not None and longest > room:
             raise ConfigError(
                 f"reward {name!r}: reads at most {room} tokens, but a rollout can have {longest}: "
-                "data.prompts.sequence_tokens + data.max_new_tokens. Lower one of them, or use a reward model that "
-                "reads more."
+                f"data.prompts.sequence_tokens {data.prompts.sequence_tokens} + data.max_new_tokens "
+                f"{data.max_new_tokens}. Lower one of them, or use a reward model that reads more."
             )
 
 

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 from src.evaluation.config import Answers, SampledAnswers
 from src.experiments.config import Places
 from src.experiments.dataset_protocols import Dataset
+from src.experiments.interfaces import NewTokens
 from src.experiments.kinds import DECODER
 from src.recipes import pretraining
 from src.recipes.training_recipe import TrainingRecipe
@@ -33,7 +34,7 @@ class Config(TrainingRecipe):
         """The checks of text recipes, and that prompts and answers fit the model."""
         questions = [each for each in (self.answers, self.sampled) if each]
         names = [name for each in questions for name in each.score_names()]
-        longest = max((each.max_new_tokens for each in questions), default=0)
+        longest = NewTokens.longest({"answers": self.answers, "sampled": self.sampled})
         return [
             *pretraining.checks(self, places, [*pretraining.score_names(), "val_accuracy", *names]),
             lambda: longest and self.data.check_length(self.model.longest_sequence(places), longest),

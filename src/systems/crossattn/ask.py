@@ -28,6 +28,7 @@ from src.files import reading
 from src.models.load import add_options, checkpoint_folder, load, move
 from src.runs.store import SavedRun, expand_run
 from src.serving.pretrained import SOURCE, is_pretrained, load_writer
+from src.serving.terminal import EMPTY
 from src.serving.writer import Writer
 from src.support.command_line import make_parser, parse_arguments, run_command
 from src.support.served_page import add_access
@@ -198,6 +199,9 @@ def _act(args: argparse.Namespace) -> int:
         context = _read_text(args.context)
         for text in answerer.answer([Query(context, question) for question in args.questions]):
             sys.stdout.write(f"{text}\n")
+            sys.stdout.flush()
+            if not text:
+                sys.stderr.write(f"{EMPTY}\n")
         return 0
     args.port = args.serve
     server = make_server(answerer, args)

@@ -5,6 +5,7 @@ from typing import Any
 
 from src.evaluation.config import Answers, Inference
 from src.experiments.config import Places
+from src.experiments.interfaces import NewTokens
 from src.experiments.registry import resolved_dict
 from src.recipes.training_recipe import TrainingRecipe
 from src.runs.context import Run
@@ -30,7 +31,7 @@ def checks(
 
     model, data, loop = recipe.model, recipe.data, recipe.loop
     assert isinstance(data, RowsConfig), "the validator has checked its name"
-    new_tokens = max((each.max_new_tokens for each in (answers, inference) if each), default=0)
+    new_tokens = NewTokens.longest({"answers": answers, "inference": inference})
     checks: list[Callable[[], object]] = [
         lambda: call_once(model.check, places),
         lambda: model.check_kind(model_kind, places),

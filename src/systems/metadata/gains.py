@@ -6,7 +6,7 @@ and marked spans at random places.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 TokenLosses = Callable[["Blocks"], list[list[float]]]
 """`training.validation.token_losses` of a model."""
 TOGETHER = "together"
+_ANY_NUMBER = 1 << 40
+"""Tokens in a block, to measure the size of documents."""
 
 
 class Gains(Config):
@@ -131,7 +133,7 @@ def measure(config: Gains, documents: Documents, losses: TokenLosses) -> dict[st
         DataError: see `select`.
     """
     scores = dict[str, float]()
-    for column, variants, fits in select(config, documents):
+    for column, variants, fits in select(config, documents.maker, documents.read):
         for name, variant in variants.items():
             scores |= _scores(config, name, column, _pairs(documents, [variant[number] for number in fits], losses))
         if config.chunked:
@@ -139,21 +141,19 @@ def measure(config: Gains, documents: Documents, losses: TokenLosses) -> dict[st
     return {name: scores[name] for name in config.names()}
 
 
-def select(config: Gains, documents: Documents) -> Iterator[tuple[str, dict[str, list[Both]], list[int]]]:
+def select(
+    config: Gains, maker: ExampleMaker, documents: Callable[[], Iterable[Document]]
+) -> Iterator[tuple[str, dict[str, list[Both]], list[int]]]:
     """(column, the two sides of its documents by score, numbers of those that fit into one block in all of them).
+
+    documents: reads the validation split, as far as it is iterated.
 
     Raises:
         DataError: fewer than two documents of the split have a column and fit into a block.
     """
-    maker = documents.maker
-    prompts = maker.rewritten(style="prompt", separators=PROMPT) if config.prompt else maker
     for column, names in config.column_groups.items():
-        having = _having(map(documents.__getitem__, range(len(documents))), names, config.documents)
-        variants = {
-            "val_gain": [_both(maker, document) for document in having],
-            "val_gain_control": [_both(maker, document) for document in _wrong(having)],
-            **({"val_gain_prompt": [_both(prompts, document) for document in having]} if config.prompt else {}),
-        }
+        having = _having(documents(), names, config.documents)
+        variants = _variants(config, maker, having)
         fits = [
             number
             for number in range(len(having))
@@ -161,11 +161,36 @@ def select(config: Gains, documents: Documents) -> Iterator[tuple[str, dict[str,
         ]
         if len(fits) < 2:
             raise DataError(
-                f"gains.columns: fewer than two documents with {' and '.join(names)} fit into a block of "
-                "data.sequence_tokens, with their own metadata and with another's. "
-                "Raise data.sequence_tokens, or remove the column."
+                f"gains.columns: fewer than two of the {len(having)} documents with {' and '.join(names)} fit into a "
+                f"block of data.sequence_tokens {maker.room}, with their own metadata and with another's. "
+                f"{_advise(_variants(config, maker.with_room(_ANY_NUMBER), having))}"
             )
         yield column, variants, fits
+
+
+def _variants(config: Gains, maker: ExampleMaker, having: Sequence[Document]) -> dict[str, list[Both]]:
+    """The two sides of each document, by score."""
+    prompts = maker.rewritten(style="prompt", separators=PROMPT) if config.prompt else maker
+    return {
+        "val_gain": [_both(maker, document) for document in having],
+        "val_gain_control": [_both(maker, document) for document in _wrong(having)],
+        **({"val_gain_prompt": [_both(prompts, document) for document in having]} if config.prompt else {}),
+    }
+
+
+def _advise(variants: Mapping[str, Sequence[Both]]) -> str:
+    """The number of tokens with which two documents fit. variants: without a limit of tokens."""
+    sizes = sorted(
+        max(len(piece.ids) for both in sides for side in both for piece in side)
+        for sides in zip(*variants.values(), strict=True)
+        if all(map(_is_one_block, sides))
+    )
+    if len(sizes) < 2:
+        return "Fewer than two have text to score. Remove the column."
+    return (
+        f"The two shortest need {sizes[0]} and {sizes[1]} tokens. "
+        f"Set data.sequence_tokens to {sizes[1]} or more, or remove the column."
+    )
 
 
 def _both(maker: ExampleMaker, document: Document) -> Both:

@@ -1,16 +1,22 @@
 """Recipe `metadata_lm`: as `lm`, on documents with metadata; evaluations measure the gain from metadata (`gains`)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from pydantic import model_validator
 
+from src.errors import UserError
 from src.experiments.config import Places
+from src.experiments.interfaces import ModelConfig, WrapperConfig
 from src.experiments.kinds import DECODER
+from src.models import hf
 from src.recipes import pretraining
 from src.recipes.training_recipe import TrainingRecipe
 from src.runs.context import Run
+from src.support.call_once import call_once
 from src.systems.metadata.data import dataset
+from src.systems.metadata.data.annotations import Document
 from src.systems.metadata.gains import Gains, check_columns, measure, select
 
 
@@ -35,10 +41,22 @@ class Config(TrainingRecipe):
         return [*pretraining.checks(self, places, scores), lambda: self.check_columns(places)]
 
     def check_columns(self, places: Places) -> None:
-        """Raise a UserError if too few validation documents have the columns of `gains`."""
+        """Raise a UserError if too few validation documents have the columns of `gains`, or fit into a block. If the
+        folder of the tokenizer is not known yet, only the columns are checked."""
         data = self.data.validation
-        if self.gains and isinstance(data, dataset.Config):
-            check_columns(self.gains, lambda: data.iterate(places, "val"))
+        if not self.gains or not isinstance(data, dataset.Config):
+            return
+
+        def documents() -> Iterator[Document]:
+            return data.iterate(places, "val")
+
+        check_columns(self.gains, documents)
+        if folder := _tokenizer_folder(self.model, places):
+            from src.data.text import tokenizers
+
+            maker = data.make_maker(tokenizers.load(folder, self.model.new_tokens()))
+            for _ in select(self.gains, maker, documents):
+                pass
 
     def training_loss(self) -> Callable[..., Any]:
         from src.training.loss import causal_lm_loss
@@ -58,10 +76,21 @@ class Config(TrainingRecipe):
         def require_documents(_: Any, val: Any) -> dict[str, str]:
             """Raises DataError before the training if gains could not be measured."""
             if gains:
-                list(select(gains, val.documents))
+                list(select(gains, val.documents.maker, val.documents.read))
             return {}
 
         text_training = pretraining.TextTraining(
             causal_lm_loss, begin=require_documents, more_scores=measure_gains if gains else None
         )
         pretraining.train_on_text(self, run, text_training)
+
+
+def _tokenizer_folder(model: ModelConfig, places: Places) -> Path | None:
+    """Folder of the model's tokenizer; None if unknown before the model is built, or if the model cannot be built."""
+    try:
+        call_once(model.check, places)
+    except UserError:
+        return None  # another check reports it
+    while isinstance(model, WrapperConfig):
+        model = model.base
+    return model.tokenizer_folder(places) or (model.folder(places) if isinstance(model, hf.Config) else None)

@@ -30,7 +30,7 @@ class Progress:
             self.bar.update(step - self.bar.n)
 
     def on_row(self, row: Mapping[str, Any], perf: Mapping[str, float], is_durable: bool) -> None:
-        """Log scores, speed and remaining time, if `is_durable` or after QUIET_SECONDS."""
+        """Log the scores, if `is_durable` or after QUIET_SECONDS. With speed and remaining time if `perf` has them."""
         scores = {name: value for name, value in row.items() if name not in NO_SCORES}
         score_text = "".join(f"  {_spell(name, value)}" for name, value in scores.items() if name != "train_loss")
         self.scores = score_text or self.scores
@@ -43,9 +43,11 @@ class Progress:
         if not self.steps:
             log.info("nothing is trained  %s", line)
             return
-        step, rate = row["step"], perf["tokens_per_second"]
-        time_left = timedelta(seconds=round((self.steps - step) / max(perf["steps_per_second"], 1e-9)))
-        log.info("step %d/%d  %s  %s tokens/s  %s left", step, self.steps, line, f"{rate:,.0f}", time_left)
+        step, speed = row["step"], ""
+        if steps_per_second := perf.get("steps_per_second"):
+            time_left = timedelta(seconds=round((self.steps - step) / steps_per_second))
+            speed = f"  {perf['tokens_per_second']:,.0f} tokens/s  {time_left} left"
+        log.info("step %d/%d  %s%s", step, self.steps, line, speed)
 
     def on_end(self, scores: Mapping[str, float]) -> None:
         """Log the scores, without parts such as "inference/em/nq"."""

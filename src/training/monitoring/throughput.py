@@ -68,7 +68,7 @@ class ThroughputMeter:
         self.apart_seconds += time.perf_counter() - before
 
     def row(self) -> dict[str, float]:
-        """Rates over all ranks since `restart`. Collective.
+        """Rates over all ranks since `restart`. Collective. Without a step since then, rates of steps are absent.
 
         `data_wait_seconds`: of the rank that waited longest; `data_wait_rate`: its share of the training time.
         `peak_host_memory_bytes`, `peak_memory_bytes` (GPU): maximum over ranks, since the start of the process.
@@ -95,14 +95,15 @@ class ThroughputMeter:
         seconds = max(total - self.apart_seconds, 1e-9)
         row = {
             "seconds": total,
-            "steps_per_second": self.steps / seconds,
-            "tokens_per_second": sum(tokens) / seconds,
-            "sequences_per_second": sum(sequences) / seconds,
             "data_wait_seconds": max(waits),
             "data_wait_rate": max(waits) / seconds,
             "peak_host_memory_bytes": max(host),
         }
-        if self._flops_of is not None:
+        if self.steps:
+            row["steps_per_second"] = self.steps / seconds
+            row["tokens_per_second"] = sum(tokens) / seconds
+            row["sequences_per_second"] = sum(sequences) / seconds
+        if self.steps and self._flops_of is not None:
             row["model_flops_per_second"] = sum(operations) / seconds
             if self._peak:
                 row["mfu"] = flops.mfu(row["model_flops_per_second"], self._peak, len(tokens))

@@ -380,7 +380,8 @@ def test_errors_name_the_part(places, write_corpus):
     with pytest.raises(ConfigError, match=r"^data.parts.a: .*nowhere: no such data set"):
         config.check(places)
     with pytest.raises(
-        ConfigError, match=r"^data.parts.a.sequence_tokens: 5 tokens are more than the 4 positions.*\ndata.parts.b.seq"
+        ConfigError,
+        match=r"^data.parts.a.sequence_tokens: 5 tokens \(4 \+ max_new_tokens 1\) are more than .*\ndata.parts.b.seq",
     ):
         config.check_length(4, 1)
 

@@ -484,6 +484,16 @@ def test_damaged_files_are_named_and_hurt_nobody_else(world: World):
     assert "submission.json" in world.rows(items)[5].reason
 
 
+def test_long_differences_are_shortened_in_the_table_only():
+    row = status.Row("1" * 32, "g", "failed", "no such data set", "", None, 1, None, None, None, None, None, None)
+    text = ", ".join(f"loop.setting_{number}={number}" for number in range(40))
+    _, line = status.format_table([row], {row.exp_id: text})
+    assert line.endswith(f"  {text[:77]}...  no such data set")
+    assert json.loads(status.to_json([row], {row.exp_id: text}))[0]["differs"] == text
+    _, line = status.format_table([row], {row.exp_id: text[:80]})
+    assert line.endswith(f"  {text[:80]}  no such data set")
+
+
 def test_a_run_directory_removed_under_a_living_job(world: World):
     item = make_item("end", waits=True)
     world.run([item])

@@ -110,12 +110,21 @@ class TestTraining:
         states = [json.loads((folder / "runs" / exp_id(e) / "status.json").read_text())["state"] for e in (wild, SHORT)]
         assert states == ["failed", "done"]
 
+    def test_a_group_ends_with_its_failures(self, folder: Path, capsys: pytest.CaptureFixture[str]):
+        wild = changed(SHORT, loop__learning_rate=1e30, loop__max_grad_norm=1e30)
+        *_, last = fails(["-e", "g"], {"g": [wild, SHORT]}, folder, capsys).splitlines()
+        assert re.fullmatch(rf"error: 1 done, 1 failed: {exp_id(wild)} \(g\[0\]: .*step \d: the .*\)", last)
+        assert "1 failed" not in fails(["-e", "g"], {"g": [wild]}, folder, capsys), "one error is enough"
+        assert toy.main(["-e", "g"], {"g": [SHORT, changed(SHORT, seed=1)]}, folder) == 0
+        assert "done" not in capsys.readouterr().err
+
     def test_a_failing_experiment_under_torchrun_does_not_stop_the_rest(self, folder: Path):
         wild = changed(SHORT, loop__learning_rate=1e30, loop__max_grad_norm=1e30)
         root = toy.project(folder, f"EXP_GROUPS = {{'g': [{wild!r}, {SHORT!r}]}}\n")
         done = toy.run(root, ["-e", "g"], folder, processes=2)
         assert done.returncode != 0
         assert "The training stops before the update" in done.stderr
+        assert done.stderr.count("error: 1 done, 1 failed: ") == 1
         assert "Warning" not in done.stderr, "PyTorch's own, which Python's filters do not reach"
         states = [json.loads((folder / "runs" / exp_id(e) / "status.json").read_text())["state"] for e in (wild, SHORT)]
         assert states == ["failed", "done"]

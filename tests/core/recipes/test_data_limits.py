@@ -157,7 +157,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a share of less than a sample": (
         MIXTURE,
         {"data.rates": {"a": 1.0, "b": 99.0}, "data.samples_per_epoch": 9},
-        r"data\.parts\.a: its share of 9 samples is less than one sample",
+        r"data\.parts\.a: its rate gives less than one of the 9 samples",
     ),
     "a fraction of less than a sample": (
         MIXTURE,

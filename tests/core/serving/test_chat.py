@@ -82,7 +82,7 @@ def test_lines_are_read_and_sampling_is_that_of_its_seed(
         (["--metadata", "entity=red"], "error: --metadata: unknown key 'entity'."),
         (["--metadata", "title"], "error: --metadata 'title': expected KEY=VALUE, such as url=docs.python.org."),
         (["--temperature", "nan"], "error: expected --max_new_tokens >= 1"),
-        (["--max_new_tokens", "1000"], "max_new_tokens 1000 exceed the 64 positions of the model"),
+        (["--max_new_tokens", "1000"], "--max_new_tokens 1000 exceed the 64 positions of the model"),
         (["--temperature", "-1"], "error: expected --max_new_tokens >= 1, --temperature >= 0"),
         (["--8bit", "--device", "cpu"], "error: --8bit: needs a GPU, got cpu."),
         (["--device", "abacus"], "error: --device: 'abacus' cannot be used"),

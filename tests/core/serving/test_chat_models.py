@@ -2,7 +2,9 @@
 
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,8 @@ from src.errors import UserError
 from src.experiments.config import Places
 from src.serving import chat
 from src.serving.pretrained import is_pretrained, load_writer
+from src.serving.terminal import Terminal
+from src.serving.writer import Continuation
 from src.systems.assistants.serving import page, sampling_report
 from src.systems.assistants.serving.conversation import Talk
 from src.systems.crossattn import ask
@@ -57,6 +61,32 @@ def test_model_without_a_chat_template_continues_text(tmp_path: Path, capsys: py
     model = pretrained_folders.save(tmp_path / "model", None)
     assert chat.main([str(tmp_path / "model"), "once upon", "--temperature", "0", "--max_new_tokens", "8"]) == 0
     assert capsys.readouterr().out == f"once upon{reference(model, None, 'once upon')}\n"
+
+
+def test_only_an_interactive_chat_mentions_its_commands(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    pretrained_folders.save(tmp_path / "model")
+    words = [str(tmp_path / "model"), "--max_new_tokens", "100000"]
+    assert chat.main([*words, "hello"]) == 1
+    message = capsys.readouterr().err
+    assert "the conversation: " in message
+    assert "or lower --max_new_tokens." in message
+    assert "/reset" not in message
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+    assert chat.main(words) == 0
+    assert "or lower --max_new_tokens. /reset restarts it." in capsys.readouterr().err
+
+
+def test_an_empty_answer_is_reported_on_stderr(capsys: pytest.CaptureFixture[str]):
+    class Silent(Continuation):
+        def say(self, text: str, show: Callable[[str], object], **options: Any) -> None:
+            show(text.partition("?")[2])
+
+    terminal = Terminal(Silent(SimpleNamespace(config=None), None), [], {})
+    for text in ("what?", "what? a"):
+        terminal.answer(text)
+    assert capsys.readouterr() == ("\n a\n", "(empty answer)\n")
 
 
 def test_spelled_control_tokens_are_plain_text(tmp_path: Path):

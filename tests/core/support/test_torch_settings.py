@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from src.errors import ConfigError
 from src.experiments.identity import exp_id
 from src.support import torch_settings
 from tests import toy
@@ -73,15 +74,40 @@ def test_variables_that_nobody_has_set_are_set_and_recorded():
     }
 
 
-def test_the_flight_recorder_writes_into_each_run_or_where_the_user_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_flight_recorder_writes_into_each_run_and_leaves_no_variable(tmp_path: Path):
     for name in ("one", "other"):
-        torch_settings.place_flight_recorder(tmp_path / name)
-        assert os.environ[torch_settings.DUMP] == str(tmp_path / name / "flight_recorder_")
-    monkeypatch.setattr(torch_settings, "_dump_is_the_users", True)
-    torch_settings.place_flight_recorder(tmp_path / "third")
-    assert os.environ[torch_settings.DUMP] == str(tmp_path / "other" / "flight_recorder_")
+        with torch_settings.flight_recorder_in(tmp_path / name):
+            assert os.environ[torch_settings.DUMP] == str(tmp_path / name / "flight_recorder_")
+        assert torch_settings.DUMP not in os.environ
+    with pytest.raises(ConfigError), torch_settings.flight_recorder_in(tmp_path / "one"):
+        raise ConfigError("a mistake")
+    assert torch_settings.DUMP not in os.environ
+
+
+def test_the_flight_recorder_writes_where_the_user_says(tmp_path: Path):
+    os.environ[torch_settings.DUMP] = "/tmp/dumps_"
+    with torch_settings.flight_recorder_in(tmp_path / "one"):
+        assert os.environ[torch_settings.DUMP] == "/tmp/dumps_"
+    assert os.environ[torch_settings.DUMP] == "/tmp/dumps_"
+
+
+def test_the_dump_of_a_failed_collective_goes_to_its_run(tmp_path: Path):
+    """torch's watchdog can write it while the error already ends the process."""
+    with pytest.raises(RuntimeError), torch_settings.flight_recorder_in(tmp_path / "one"):
+        raise RuntimeError("NCCL error")
+    assert os.environ[torch_settings.DUMP] == str(tmp_path / "one" / "flight_recorder_")
+
+
+def test_a_second_run_in_a_process_records_the_same_variables(tmp_path: Path):
+    toy.write_data(tmp_path / "data")
+    experiments = [toy.BASE, {**toy.BASE, "seed": 1}]
+    assert toy.main(["-e", "two"], {"two": experiments}, tmp_path) == 0
+    first, second = (
+        json.loads((tmp_path / "runs" / exp_id(exp) / "env.json").read_text())["torch"]["variables"]
+        for exp in experiments
+    )
+    assert first == second
+    assert torch_settings.DUMP not in first
 
 
 def test_a_training_that_must_be_deterministic_ends_with_the_bits_of_any_other(tmp_path: Path):

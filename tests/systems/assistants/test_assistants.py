@@ -282,7 +282,10 @@ def test_untrainable_experiments_are_refused(exp: dict[str, Any], changes: dict[
 def test_answers_must_fit_after_their_prompts(folder: Path, capsys: pytest.CaptureFixture[str]):
     long = override(SFT, {"answers.max_new_tokens": 60})
     assert toy.main(["-e", "long", "--dry-run"], {"long": [long]}, folder) == 1
-    assert "124 tokens are more than the 96 positions of the model" in capsys.readouterr().err
+    assert (
+        "data.sequence_tokens: 124 tokens (64 + answers.max_new_tokens 60) are more than the 96 positions of the model."
+        in capsys.readouterr().err
+    )
 
 
 def test_a_reward_model_is_exported_with_its_rewards(folder: Path, tmp_path: Path):
@@ -355,7 +358,7 @@ def test_conversation_continues_until_it_is_reset(
     talk_with.answer("2?", max_new_tokens=4, do_sample=False)
     talk_with.answer("3?", max_new_tokens=4, do_sample=False)
     assert [message.role for message in talk_with.messages] == ["user", "assistant"] * 2
-    with pytest.raises(ConfigError, match=r"exceed the 96 positions of the model\..*/reset"):
+    with pytest.raises(ConfigError, match=r"exceed the 96 positions of the model\..* lower --max_new_tokens\.$"):
         talk_with.answer("x" * 90, max_new_tokens=4)
     assert len(talk_with.messages) == 4, "nothing is lost"
     talk_with.answer("!reset", max_new_tokens=4)

@@ -177,7 +177,14 @@ def test_a_value_head_on_an_encoder_decoder_is_refused():
     ("change", "message"),
     [
         ({"loop.sequences_per_step": 6}, "expected a multiple of loop.sequences_per_step"),
-        ({"data.max_new_tokens": 90}, "more than the 96 positions"),
+        (
+            {"data.max_new_tokens": 90},
+            "data.prompts.sequence_tokens: 154 tokens (64 + data.max_new_tokens 90) are more than the 96 positions",
+        ),
+        (
+            {"sampled.max_new_tokens": 91},
+            "data.prompts.sequence_tokens: 155 tokens (64 + sampled.max_new_tokens 91) are more than the 96 positions",
+        ),
     ],
 )
 def test_mistake_is_refused_at_the_start(
@@ -185,6 +192,19 @@ def test_mistake_is_refused_at_the_start(
 ):
     assert toy.main(["-e", "x", "--dry-run"], {"x": [override(GRPO, change)]}, folder) == 1
     assert message in capsys.readouterr().err
+
+
+def test_a_missing_best_metric_is_reported_with_its_default(folder: Path, capsys: pytest.CaptureFixture[str]):
+    """Evaluations of policies have no loss, so the default is not one of their scores."""
+    loop = {name: value for name, value in GRPO["loop"].items() if not name.startswith("best_")}
+    assert toy.main(["-e", "x", "--dry-run"], {"x": [{**GRPO, "loop": loop}]}, folder) == 1
+    message = capsys.readouterr().err
+    assert "x[0]: loop.best_metric: missing, and its default 'val_loss' is not a score of this recipe." in message
+    assert "loop.best_mode" in message
+    assert "em_mean@2" in message
+    exp = override(GRPO, {"loop.best_metric": "val_loss"})
+    assert toy.main(["-e", "x", "--dry-run"], {"x": [exp]}, folder) == 1
+    assert "loop.best_metric: unknown score 'val_loss'." in capsys.readouterr().err
 
 
 def test_a_prompt_longer_than_its_room_is_refused_or_left_out(
@@ -306,7 +326,10 @@ def test_a_reward_model_reads_the_longest_rollout(folder: Path, capsys: pytest.C
     judge = {"name": "reward_model", "model": {"name": "reward", "base": short}}
     exp = override(GRPO, {"rewards": [judge]})
     assert toy.main(["-e", "x", "--dry-run"], {"x": [exp]}, folder) == 1
-    assert "reward 'reward_model': reads at most 20 tokens, but a rollout can have" in capsys.readouterr().err
+    assert (
+        "reads at most 20 tokens, but a rollout can have 68: data.prompts.sequence_tokens 64 + data.max_new_tokens 4."
+        in capsys.readouterr().err
+    )
     exp = override(GRPO, {"rewards": [{**judge, "template": "oasst"}]})
     assert toy.main(["-e", "x", "--dry-run"], {"x": [exp]}, folder) == 0
 

@@ -91,6 +91,18 @@ def test_malformed_requests_get_422_and_the_server_continues(answerer: ask.Answe
         assert request(f"{root}/", body=json.dumps({"context": FACTS[0][0], "question": QUESTION}).encode())[0] == 200
 
 
+def test_an_empty_answer_is_reported_on_stderr(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(ask.Answerer, "answer", lambda *_: ["", "red"])
+    (tmp_path / "context.txt").write_text(FACTS[2][0])
+    place = ["--data_path", str(folder / "data"), "-sb", str(folder / "runs"), "--device", "cpu"]
+    assert ask.main([exp_id(READER)[:10], "--context", str(tmp_path / "context.txt"), QUESTION, "what ?", *place]) == 0
+    output = capsys.readouterr()
+    assert output.out == "\nred\n"
+    assert output.err.count("(empty answer)") == 1
+
+
 def test_the_command(folder: Path, answerer: ask.Answerer, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "context.txt").write_text(FACTS[2][0])
     place = ["--data_path", str(folder / "data"), "-sb", str(folder / "runs")]

@@ -285,7 +285,7 @@ class TestRefusals:
             (
                 "data.context_tokens",
                 48,
-                "data.sequence_tokens + data.context_tokens: 68 tokens are more than the 64 positions",
+                "data.sequence_tokens + data.context_tokens: 68 tokens (64 + answers.max_new_tokens 4) are more than",
             ),
             (
                 "loop.compile",

@@ -2,6 +2,7 @@
 stop."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,9 @@ WITH_GAINS: dict[str, Any] = {
     "loop": {"steps": 150, "sequences_per_step": 8, "micro_batch": 8, "learning_rate": 3e-3, "eval_every": 150},
     "gains": {"columns": ["title"], "documents": 64, "positions": [2], "chunked": True, "prompt": True},
 }
+
+
+WITH_GAINS_SHORT = override(WITH_GAINS, {"loop.steps": 2, "loop.eval_every": 2})
 
 
 @pytest.fixture(scope="module")
@@ -199,12 +203,40 @@ def test_mistakes_are_found_when_an_experiment_is_loaded(changes: dict[str, Any]
         load_experiment(override(WITH_GAINS, changes), "here")
 
 
-def test_gains_without_documents_are_refused_before_the_first_step(folder: Path, capsys: pytest.CaptureFixture[str]):
-    """In blocks of 8 tokens no document fits with its title."""
+def test_documents_that_do_not_fit_are_found_by_a_dry_run(folder: Path, capsys: pytest.CaptureFixture[str]):
+    """In blocks of 8 tokens no document fits with its title. With the number of tokens in the message, two do."""
+    exp = override(WITH_GAINS, {"data.sequence_tokens": 8})
+    assert toy.main(["-e", "g", "--dry-run"], {"g": [exp]}, folder) == 1
+    message = capsys.readouterr().err
+    assert "gains.columns: fewer than two of the 32 documents with title fit into a block of data" in message
+    smallest = int(re.findall(r"Set data\.sequence_tokens to (\d+) or more", message)[0])
+    for tokens, code in ((smallest - 1, 1), (smallest, 0)):
+        exp = override(WITH_GAINS, {"data.sequence_tokens": tokens})
+        assert toy.main(["-e", "g", "--dry-run"], {"g": [exp]}, folder) == code
+
+
+def test_documents_that_do_not_fit_are_refused_before_the_first_step(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """As for a model whose tokenizer is not known yet."""
+    monkeypatch.setattr("src.systems.metadata.recipe._tokenizer_folder", lambda *_: None)
     exp = override(WITH_GAINS, {"data.sequence_tokens": 8})
     assert toy.main(["-e", "g"], {"g": [exp]}, folder) == 1
-    assert "gains.columns: fewer than two documents with title" in capsys.readouterr().err
+    assert "gains.columns: fewer than two of the 32 documents with title" in capsys.readouterr().err
     assert not (folder / "runs" / exp_id(exp) / "scores.jsonl").exists()
+
+
+def test_the_tokenizer_of_a_pretrained_base_is_read_by_a_dry_run(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert toy.main(["-e", "g"], {"g": [WITH_GAINS_SHORT]}, folder) == 0
+    run, export_folder = folder / "runs" / exp_id(WITH_GAINS_SHORT), tmp_path / "exported"
+    assert export.main([str(run), str(export_folder), "--data_path", str(folder / "data")]) == 0
+    base = {"name": "hf", "path": str(export_folder)}
+    for model in (base, {"name": "lora", "rank": 1, "alpha": 1.0, "target_modules": ["c_attn"], "base": base}):
+        exp = override(WITH_GAINS, {"model": model, "data.sequence_tokens": 8})
+        assert toy.main(["-e", "g", "--dry-run"], {"g": [exp]}, folder) == 1
+        assert "gains.columns: fewer than two of the 32 documents with title" in capsys.readouterr().err
 
 
 SPECIAL = {

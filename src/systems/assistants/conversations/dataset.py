@@ -122,7 +122,7 @@ class ConversationConfig(ShuffledConfig):
         return jsonl.count_lines(jsonl.require_file(jsonl.corpus_folder(places, self.corpus), "train.jsonl"))
 
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
-        require_fit("data.sequence_tokens", self.sequence_tokens + new_tokens, max_positions)
+        require_fit("data.sequence_tokens", self.sequence_tokens, max_positions, new_tokens)
 
     def read(self, places: Places, split: str) -> ConversationRows:
         """The rows of a split, parsed on access."""

@@ -16,7 +16,7 @@ from src.errors import ConfigError, DataError
 from src.experiments.config import Config as StrictConfig
 from src.experiments.config import Places
 from src.experiments.dataset_protocols import Batch
-from src.experiments.interfaces import DatasetConfig, DatasetField
+from src.experiments.interfaces import DatasetConfig, DatasetField, NewTokens, require_fit
 from src.runs.history.branches import Branch
 from src.systems.assistants.conversations import dataset, templates
 from src.systems.assistants.conversations.rendering import Renderer
@@ -100,7 +100,9 @@ class Config(DatasetConfig):
         self.prompts.check_tokenizer(folder)
 
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
-        self.prompts.check_length(max_positions, max(self.max_new_tokens, new_tokens))
+        assert isinstance(self.prompts, dataset.Config), "the validator has checked it"
+        longest = max(NewTokens(self.max_new_tokens, "data.max_new_tokens"), new_tokens)
+        require_fit("data.prompts.sequence_tokens", self.prompts.sequence_tokens, max_positions, longest)
 
     def check_loop(self, sequences_per_step: int, steps: int) -> None:
         """Raises ConfigError unless an iteration is a multiple of a step."""

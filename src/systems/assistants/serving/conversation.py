@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from src.errors import ConfigError, DataError
-from src.serving.writer import RESET, Writer, is_reset, require_room, stream_to
+from src.serving.writer import ConversationTooLong, Writer, is_reset, require_room, stream_to
 from src.systems.assistants.conversations import templates
 from src.systems.assistants.conversations.dataset import ConversationConfig, with_system
 from src.systems.assistants.conversations.entries import Message
@@ -79,12 +79,12 @@ class Talk(Writer):
         return list(ids["input_ids"])
 
     def answer(self, text: str, streamer: Any = None, **options: Any) -> str:
-        """Answer the user's next message. `RESET` restarts the conversation and returns "".
+        """Answer the user's next message. "/reset" restarts the conversation and returns "".
 
         streamer: transformers' streamer, which gets each token. options: for transformers' `generate`.
 
         Raises:
-            ConfigError: the conversation is too long for the model. The message is removed.
+            ConversationTooLong: it is too long for the model. The message is removed.
         """
         if is_reset(text):
             self.messages.clear()
@@ -94,7 +94,7 @@ class Talk(Writer):
             (ids,) = self._generate(self.prompt(), streamer, **options)
         except ConfigError as error:
             self.messages.pop()
-            raise ConfigError(f"the conversation: {error} {RESET} restarts it.") from None
+            raise ConversationTooLong(f"the conversation: {error}") from None
         except BaseException:
             self.messages.pop()
             raise

@@ -12,7 +12,7 @@ from src.data import jsonl
 from src.errors import ConfigError, DataError
 from src.files import reading, writing
 from src.runs import jsonl_records
-from src.serving.writer import is_reset
+from src.serving.writer import RESET, ConversationTooLong, is_reset
 from src.systems.assistants.conversations.entries import Message, read_entry
 from src.systems.assistants.serving.conversation import Talk
 
@@ -73,8 +73,10 @@ class Conversation:
                     side.talk.messages = [*before]
                     texts.append(side.talk.answer(text, side.talk.streamer(show), **self._options))
                     replies.append(side.talk.messages[-1])
-        except BaseException:
+        except BaseException as error:
             self._replies = previous
+            if isinstance(error, ConversationTooLong):
+                raise ConfigError(f"{error} {RESET} restarts it.") from None
             raise
         self.messages = [*before, Message("user", text), replies[0]]
         self._replies = replies

@@ -58,7 +58,7 @@ class Config(questions.DecoderConfig):
             encoded_store.check_base(places.data / self.corpus / encoded_store.FOLDER, model, places)
 
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
-        require_fit("data.sequence_tokens", self.sequence_tokens + new_tokens, max_positions)
+        require_fit("data.sequence_tokens", self.sequence_tokens, max_positions, new_tokens)
         require_fit("data.context_tokens", self.context_tokens, max_positions)
 
     def longest(self) -> int:

@@ -13,7 +13,7 @@ from src.data.text.tokenizers import SafeTokenizer
 from src.evaluation.metrics import answers
 from src.experiments.batches import ContextBatch
 from src.experiments.config import Places
-from src.experiments.interfaces import require_fit
+from src.experiments.interfaces import NewTokens, require_fit
 from src.experiments.kinds import FUSION_IN_DECODER
 from src.systems.crossattn.data import questions
 from src.systems.crossattn.data.subsets import RowsConfig
@@ -57,7 +57,8 @@ class Config(RowsConfig):
 
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
         require_fit("data.passage_tokens", self.passage_tokens, max_positions)
-        require_fit("data.answer_tokens", max(self.answer_tokens, new_tokens) + 1, max_positions)
+        require_fit("data.answer_tokens", self.answer_tokens + 1, max_positions)
+        require_fit(NewTokens.name(new_tokens), new_tokens + 1, max_positions)
 
     def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "FidQADataset":
         """The rows of one split, tokenised on access.

@@ -36,7 +36,7 @@ class Config(questions.DecoderConfig):
 
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
         field = "data.sequence_tokens" + ("" if self.context_tokens is None else " + data.context_tokens")
-        require_fit(field, self.longest() + new_tokens, max_positions)
+        require_fit(field, self.longest(), max_positions, new_tokens)
 
     def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "PromptedQADataset":
         """The rows of one split, tokenised on access.

@@ -127,7 +127,7 @@ class Config(DatasetConfig):
             )
 
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
-        require_fit("data.sequence_tokens", self.sequence_tokens + new_tokens, max_positions)
+        require_fit("data.sequence_tokens", self.sequence_tokens, max_positions, new_tokens)
         frame = self.images.image_tokens + 3
         if frame > self.sequence_tokens:
             raise ConfigError(

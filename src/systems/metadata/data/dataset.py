@@ -118,7 +118,7 @@ class Config(DatasetConfig):
             yield read_row(row, f"{path}:{number}", self.columns)
 
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
-        require_fit("data.sequence_tokens", self.sequence_tokens + new_tokens, max_positions)
+        require_fit("data.sequence_tokens", self.sequence_tokens, max_positions, new_tokens)
 
     def check_model(self, sizes: Architecture | None) -> None:
         if self.open_rows:
@@ -142,15 +142,22 @@ class Config(DatasetConfig):
         rows = jsonl.read_rows(
             path, {"text": str}, check=lambda row, where: read_row(row, where, self.columns), rules=rules
         )
-        maker = ExampleMaker(
-            self.writing, SafeTokenizer(tokenizer), self.sequence_tokens, self.metadata_loss, self.end_token
-        )
-        documents = Documents(self, rows, jsonl.fingerprint(folder), maker)
+        documents = Documents(self, rows, jsonl.fingerprint(folder), self.make_maker(tokenizer))
         if split == "train":
             return MetadataDataset(documents, seed)
         most = self.val_documents
         row_numbers = range(len(rows)) if most is None else jsonl.select_validation_rows(len(rows), most, path)
         return MetadataBlocks(documents, row_numbers)
+
+    def make_maker(self, tokenizer: "PreTrainedTokenizerFast") -> ExampleMaker:
+        """The maker of pieces.
+
+        Raises:
+            ConfigError: the tokenizer has no token for a special token or the separator, or the rows are too short.
+        """
+        return ExampleMaker(
+            self.writing, SafeTokenizer(tokenizer), self.sequence_tokens, self.metadata_loss, self.end_token
+        )
 
 
 class Documents:
@@ -164,6 +171,10 @@ class Documents:
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def read(self) -> Iterator[Document]:
+        """All documents, in order."""
+        return map(self.__getitem__, range(len(self)))
 
     def __getitem__(self, index: int) -> Document:
         return read_row(self._rows[index], f"{self._rows.path}:{index + 1}", self.config.columns)

@@ -163,9 +163,18 @@ class ExampleMaker:
                 "Lower it."
             )
 
+    @property
+    def room(self) -> int:
+        """Maximum number of tokens in a piece."""
+        return self._room
+
     def rewritten(self, **changes: Any) -> "ExampleMaker":
         """Return a maker with `changes` of the writing."""
         return ExampleMaker(self._writing.model_copy(update=changes), self._encoder, self._room, *self._settings)
+
+    def with_room(self, room: int) -> "ExampleMaker":
+        """Return a maker of pieces of at most `room` tokens."""
+        return ExampleMaker(self._writing, self._encoder, room, *self._settings)
 
     def prefix(self, document: Document) -> str:
         """Write the prefix without the separator at its end; empty without metadata. The last item of a key counts."""

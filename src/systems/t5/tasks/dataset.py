@@ -16,7 +16,7 @@ from src.errors import ConfigError, DataError
 from src.experiments.batches import Seq2SeqBatch
 from src.experiments.config import Places
 from src.experiments.dataset_protocols import Prediction
-from src.experiments.interfaces import DatasetConfig, require_fit
+from src.experiments.interfaces import DatasetConfig, NewTokens, require_fit
 from src.experiments.kinds import ENCODER_DECODER
 from src.files import reading
 from src.systems.t5.denoising import sentinels
@@ -109,7 +109,9 @@ class Config(DatasetConfig):
 
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
         require_fit("data.input_tokens", self.input_tokens, max_positions)
-        require_fit("data.target_tokens", max(self.target_tokens, self.max_new_tokens or 0, new_tokens), max_positions)
+        require_fit("data.target_tokens", self.target_tokens, max_positions)
+        require_fit("data.max_new_tokens", self.max_new_tokens or 0, max_positions)
+        require_fit(NewTokens.name(new_tokens), new_tokens, max_positions)
 
     def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "TaskDataset":
         """The rows of one split, tokenised on access. They do not depend on `seed`.

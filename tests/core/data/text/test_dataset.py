@@ -172,5 +172,7 @@ def test_every_data_set_leaves_room_for_the_tokens_to_be_written(module, values)
     config.check_length(6, 2)
     config.check_length(4)
     config.check_length(None, 100)
-    with pytest.raises(ConfigError, match=r"^data\.sequence_tokens: 7 tokens are more than the 6 positions"):
+    with pytest.raises(
+        ConfigError, match=r"^data\.sequence_tokens: 7 tokens \(4 \+ max_new_tokens 3\) are more than the 6 positions"
+    ):
         config.check_length(6, new_tokens=3)

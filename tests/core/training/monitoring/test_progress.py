@@ -28,6 +28,13 @@ def test_an_evaluation_is_logged_with_all_its_scores(caplog: pytest.LogCaptureFi
     ]
 
 
+def test_a_row_without_a_measured_step_has_no_speed_and_no_remaining_time(caplog: pytest.LogCaptureFixture):
+    """As when a run resumes in the evaluation after a step."""
+    caplog.set_level(logging.INFO)
+    Progress(200, 40).on_row({"step": 40, "train_loss": 2.5, **TRAINED, "val_loss": 2.25}, {"seconds": 0.5}, True)
+    assert [record.message for record in caplog.records] == ["step 40/200  train_loss 2.5000  val_loss 2.2500"]
+
+
 def test_rows_between_evaluations_are_logged_now_and_then(caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO)
     clock = Clock()

@@ -48,6 +48,16 @@ def test_a_row_without_a_gpu():
     assert Energy().joules() is None
 
 
+def test_rates_of_steps_need_a_step():
+    meter = ThroughputMeter(model(), "bfloat16")
+    names = {"steps_per_second", "tokens_per_second", "sequences_per_second", "model_flops_per_second"}
+    assert not names & set(meter.row())
+    meter.count(step())
+    assert names < set(meter.row())
+    meter.restart()
+    assert not names & set(meter.row())
+
+
 def test_waiting_for_data_is_counted_and_forgotten():
     def slow() -> Iterator[int]:
         end = time.perf_counter() + 0.05

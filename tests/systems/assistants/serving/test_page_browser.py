@@ -70,7 +70,7 @@ def test_preferences_of_a_browser_are_in_the_file(browser: Browser, folder: Path
             say(page, "x" * 90)
             expect(
                 page.get_by_text(
-                    "exceed the 96 positions of the model. Write less, or lower max_new_tokens. /reset restarts it."
+                    "exceed the 96 positions of the model. Write less, or lower --max_new_tokens. /reset restarts it."
                 )
             ).to_be_visible()
             say(page, "!reset")

@@ -7,6 +7,7 @@ import pytest
 
 from src.errors import ConfigError, DataError
 from src.experiments.config import load
+from src.experiments.interfaces import NewTokens
 from src.systems.crossattn.data import fid
 
 EOS, PREFIX, MIDDLE, SUFFIX, USER, ASSISTANT, C, PAD = range(8)
@@ -176,8 +177,10 @@ def test_checks_without_data():
     config.check_length(64, 63)
     with pytest.raises(ConfigError, match=r"data\.passage_tokens: 64 tokens are more than the 63 positions"):
         config.check_length(63)
-    with pytest.raises(ConfigError, match=r"data\.answer_tokens: 65 tokens are more than the 64 positions"):
+    with pytest.raises(ConfigError, match=r"max_new_tokens: 65 tokens are more than the 64 positions"):
         config.check_length(64, 64)
+    with pytest.raises(ConfigError, match=r"^answers\.max_new_tokens: 65 tokens are more than the 64 positions"):
+        config.check_length(64, NewTokens(64, "answers.max_new_tokens"))
     with pytest.raises(
         ConfigError, match=r"loop\.compile: needs batches of one length.*'fid_qa' differ\. Leave loop\.compile out"
     ):

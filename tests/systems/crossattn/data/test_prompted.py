@@ -199,14 +199,17 @@ def test_context_question_and_new_tokens_must_fit_the_positions_together():
     config.check_length(120)
     config.check_length(None, 1000)
     with pytest.raises(
-        ConfigError, match=r"data\.sequence_tokens \+ data\.context_tokens: 121 tokens are more than the 120 positions"
+        ConfigError,
+        match=r"data\.sequence_tokens \+ data\.context_tokens: 121 tokens \(120 \+ max_new_tokens 1\) are more",
     ):
         config.check_length(120, 1)
     without_contexts = load(
         prompted.Config, {"corpus": "c", "contexts": "none", "sequence_tokens": 20, "loss_on": "all"}, "data"
     )
     without_contexts.check_length(24, 4)
-    with pytest.raises(ConfigError, match=r"data\.sequence_tokens: 25 tokens are more than the 24 positions"):
+    with pytest.raises(
+        ConfigError, match=r"data\.sequence_tokens: 25 tokens \(20 \+ max_new_tokens 5\) are more than the 24 positions"
+    ):
         without_contexts.check_length(24, 5)
 
 

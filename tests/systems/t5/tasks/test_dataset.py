@@ -249,3 +249,13 @@ def test_sentinel_ends_inputs_and_starts_targets(
     assert data.prompt(0)["targets"] == [tokenizer.eos_token_id]
     with pytest.raises(DataError, match="sentinel"):
         make_dataset([RTE], sentinel=True)
+
+
+def test_a_length_above_the_positions_names_its_setting():
+    values = {"input_tokens": 8, "target_tokens": 8}
+    config = load(dataset.Config, {"task": "rte", "corpus": "c", **values, "max_new_tokens": 12}, "data")
+    config.check_length(12)
+    with pytest.raises(ConfigError, match=r"^data\.max_new_tokens: 12 tokens are more than the 11 positions"):
+        config.check_length(11)
+    with pytest.raises(ConfigError, match=r"^data\.input_tokens: 8 tokens are more than the 7 positions"):
+        config.check_length(7)
