@@ -33,7 +33,7 @@ dev-environment: run-environment
 	$(call install,dev,requirements-dev.lock,requirements-dev.txt)
 
 help:  ## this list
-	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z0-9-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
 demo: run-environment  ## data, a tiny base model, cross-attention on it, the table, the plot and answered questions (some minutes on two cores)
 	$(BIN)/python -m data_prep.crossattn.stdlib_qa

@@ -258,7 +258,7 @@ def document_errors() -> Iterator[str]:
     pages = [ROOT / "README.md", *(path for path in site if path.parent == ROOT / "docs")]
     others = [ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md")]
     documents = [*pages, *others, *sorted((ROOT / "resources").rglob("*.md"))]
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for page in documents:
         text, name = page.read_text(), page.relative_to(ROOT)
         if page in pages:
@@ -276,7 +276,7 @@ def document_errors() -> Iterator[str]:
                 and not (target.exists() and (not anchor or anchor in _anchors(target)))
             ):
                 yield f"{name}: dead link {link}#{anchor}"
-        for target in re.findall(r"^make ([a-z-]+)", text, re.MULTILINE):
+        for target in re.findall(r"^make ([a-z0-9-]+)", text, re.MULTILINE):
             if target not in targets:
                 yield f"{name}: make {target} is not in the Makefile"
     if readme.count("\n") > 110:

@@ -62,9 +62,11 @@ class Config(ModelConfig):
         return hashlib.sha256(json.dumps([weights, below], sort_keys=True).encode()).hexdigest()
 
     def tokenizer_folder(self, places: Places) -> Path | None:
-        """Folder of the parent's tokenizer; None if the parent is not trained yet."""
-        folder = self._checkpoint_folder(places)
-        return folder / "tokenizer" if folder else None
+        """Folder of the parent's tokenizer, which all its checkpoints have; None if there is no checkpoint yet."""
+        from src.runs.checkpoints import checkpoints
+
+        folders = checkpoints.list_all(places.runs / self.exp_id)
+        return folders[-1] / "tokenizer" if folders else None
 
     def _checkpoint_folder(self, places: Places) -> Path | None:
         """The checkpoint that `build` loads; None if the parent is not trained yet."""

@@ -100,6 +100,7 @@ def test_a_branch_that_changes_no_data_reads_the_same(keys: Reader):
     assert keys([Branch(number=1, from_step=5, data="same")], 0, 40) == keys([], 0, 40)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", range(40))
 def test_after_any_rewinds_the_order_does_not_depend_on_where_one_starts_or_how_many_read(case: int, keys: Reader):
     draw = random.Random(case)

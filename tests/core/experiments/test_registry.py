@@ -126,6 +126,7 @@ def test_every_config_field_is_read():
     assert not unread(config_fields()), "a setting that nothing reads would be ignored"
 
 
+@pytest.mark.slow
 def test_a_field_that_nothing_reads_is_found():
     assert unread(iter([("src.launch.local.launcher", "Config", "never_read_anywhere")])) == [
         "src.launch.local.launcher.Config.never_read_anywhere"

@@ -310,6 +310,7 @@ def test_a_child_waits_for_its_parent(world: World):
     assert not (world.folder / "orphan").exists()
 
 
+@pytest.mark.slow
 def test_a_child_waits_for_a_job_of_an_earlier_submission(world: World):
     config = world.config(slots=2)
     hold = "import time\nfrom pathlib import Path\nwhile not Path('go').exists(): time.sleep(0.02)\n"

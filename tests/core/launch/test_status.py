@@ -215,6 +215,7 @@ def test_an_edit_while_jobs_wait_changes_none_of_them(world: World):
     assert len(list((world.runs / "snapshots").iterdir())) == 2
 
 
+@pytest.mark.slow
 def test_children_wait_for_parents_of_this_and_of_earlier_submissions(world: World):
     parent = make_item("end", "parent", waits=True)
     child, grandchild = make_item("end", "child", parent.exp_id), make_item("end", "early", parent.exp_id)

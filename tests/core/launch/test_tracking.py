@@ -73,6 +73,7 @@ def test_no_query_for_finished_or_local_runs(world: World, cluster: Cluster):
     assert cluster.calls() == []
 
 
+@pytest.mark.slow
 def test_the_last_known_state_is_shown_during_an_outage(world: World, cluster: Cluster):
     items = submit(world, 5)
     say(world, items[0], "failed", reason="out of luck")

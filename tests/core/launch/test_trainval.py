@@ -118,6 +118,7 @@ class TestTraining:
         assert toy.main(["-e", "g"], {"g": [SHORT, changed(SHORT, seed=1)]}, folder) == 0
         assert "done" not in capsys.readouterr().err
 
+    @pytest.mark.slow
     def test_a_failing_experiment_under_torchrun_does_not_stop_the_rest(self, folder: Path):
         wild = changed(SHORT, loop__learning_rate=1e30, loop__max_grad_norm=1e30)
         root = toy.project(folder, f"EXP_GROUPS = {{'g': [{wild!r}, {SHORT!r}]}}\n")

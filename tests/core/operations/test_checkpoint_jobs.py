@@ -360,6 +360,7 @@ def test_interrupted_clean_up_resumes(world: World):
     assert world.done() == before
 
 
+@pytest.mark.slow
 def test_the_same_step_of_another_branch_is_another_checkpoint(world: World):
     world.raw = {key: world.raw[key] for key in ("checkpoints", "convert", "evaluate")}
     assert world.once() == 0
@@ -371,6 +372,7 @@ def test_the_same_step_of_another_branch_is_another_checkpoint(world: World):
     ]
 
 
+@pytest.mark.slow
 def test_a_living_holder_is_never_disturbed_and_a_stopped_one_lives(world: World):
     world.raw = {
         "checkpoints": {"last": True},

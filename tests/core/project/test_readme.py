@@ -44,11 +44,12 @@ EVERY = [line for name in PAGES for line in commands(name)]
 
 
 @pytest.mark.parametrize(
-    "line", sorted({line for line in EVERY if "trainval.py" in line and not re.search(r" -e \W?mine", line)})
+    "line", sorted({line for line in EVERY if "trainval.py" in line and not re.search(r" -e \W?(mine|talks)", line)})
 )
 def test_commands_of_trainval_are_understood(line: str, capsys: pytest.CaptureFixture[str]):
     """Their flags are known, their groups are there, and what --set changes is valid.
-    tests/core/project/test_tutorial.py carries out group `mine`, and test_guides.py the groups `mine_…`."""
+    tests/core/project/test_tutorial.py carries out group `mine`, test_guides.py the groups `mine_…`, and
+    tests/core/models/test_smollm2.py group `talks`."""
     words = shlex.split(line)
     words = words[words.index("trainval.py") + 1 :]
     args = arguments.parse(words, "", ROOT)

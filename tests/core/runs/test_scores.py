@@ -288,6 +288,7 @@ def test_a_damaged_score_list_is_one_line(tmp_path: Path):
     assert read_score_list(path)[0]["loss"] == 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "content",
     [

@@ -43,6 +43,7 @@ def root() -> Iterator[str]:
         yield root
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [200, 500])
 def test_simultaneous_connections_are_all_answered(count: int):
     def answer(batch: Sequence[int]) -> list[int]:

@@ -182,6 +182,7 @@ def test_trials_is_the_total_of_all_calls(world: World):
     assert f"{best['val_loss']:.6g}, {best['exp_id']}" in world.last.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_the_command_logs_its_trials(world: World):
     process = world.start("--trials", "1")
     _, errors = process.communicate(timeout=300)
@@ -208,6 +209,7 @@ def test_a_grid_goes_in_order_and_needs_no_metric(world: World):
     assert len(world.sweep("--trials", "100")) == 6
 
 
+@pytest.mark.slow
 def test_the_training_gets_the_arguments_of_the_file(world: World):
     world.write(command=[*FILE["command"][:5], "--set", "seed=4", "${args_no_hyphens}", "--log_every", "2"])
     world.sweep("--trials", "1", WORDS="1")

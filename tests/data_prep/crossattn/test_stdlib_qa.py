@@ -239,6 +239,7 @@ def test_nothing_is_done_twice_and_changes_and_damage_are_noticed(small_stdlib, 
         (small_stdlib / "extra.py").unlink()
 
 
+@pytest.mark.slow
 def test_unreadable_sources_are_skipped(small_stdlib, tmp_path):
     library = tmp_path / "lib"
     shutil.copytree(small_stdlib, library)

@@ -344,6 +344,7 @@ def test_a_tick_reads_the_folder_and_never_two_at_once(page: Dashboard):
     assert not page._busy
 
 
+@pytest.mark.slow
 def test_the_switch_and_the_interval_rule_the_ticks(runs: Path):
     async def live() -> None:
         page = Dashboard(runs, live=True)

@@ -59,6 +59,7 @@ def page(run: Path, tmp_path: Path, *arguments: str) -> str:
     return output.read_text()
 
 
+@pytest.mark.slow
 def test_everything_is_in_it(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     text = page(run, tmp_path)
     assert capsys.readouterr().out == f"{tmp_path}/new/page.html\n"

@@ -160,6 +160,7 @@ def test_an_audit_refuses_another_history(folder: Path, tmp_path: Path):
         audit.replay(run, folder / "data", 24)
 
 
+@pytest.mark.slow
 def test_denied_documents_are_not_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """From the newest checkpoint on; undone to the byte; and kept by a rewind to before it."""
     write_data(tmp_path / "data")
@@ -276,6 +277,7 @@ def test_frames_must_be_those_of_the_model(folder: Path):
         experiment.check(Places(folder / "data", folder / "runs"))
 
 
+@pytest.mark.slow
 def test_bad_documents_are_counted_and_recorded_in_the_run(tmp_path: Path):
     write_data(tmp_path / "data")
     (tmp_path / "data" / "pages").symlink_to("toy_pages")

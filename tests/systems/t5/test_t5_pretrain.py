@@ -67,6 +67,7 @@ def test_model_learns_masked_text(folder: Path):
     assert last["val_perplexity"] == pytest.approx(2.718281828 ** last["val_loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_cut_short_ends_with_the_same_bits(folder: Path):
     run, last = folder / "runs" / exp_id(T5), "checkpoints/step-00000120"
     files = [run / last / name for name in ("model.safetensors", "optimizer.safetensors", "state.json")] + [

@@ -89,8 +89,10 @@ class RowsConfig(ShuffledConfig):
         from src.data.text import tokenizers
 
         limits = [getattr(self, field, None) for field in ("sequence_tokens", "context_tokens", "passage_tokens")]
+        if min(limit for limit in limits if limit) >= TEMPLATE_TOKENS:
+            return
         folder = call_once(model.tokenizer_folder, places)
-        if folder and folder.is_dir() and min(limit for limit in limits if limit) < TEMPLATE_TOKENS:
+        if folder and folder.is_dir():
             self.open([], tokenizers.load(folder, model.new_tokens()), 0, "", "val")
 
     @abstractmethod

@@ -128,6 +128,7 @@ def test_jobs_with_equal_resources_and_parents_share_an_array(cluster: Cluster, 
     ]
 
 
+@pytest.mark.slow
 def test_thousands_of_jobs_take_few_arrays_and_little_time(cluster: Cluster, folder: Path):
     jobs = [job(folder, f"{i:032x}") for i in range(2500)]
     begin = time.process_time()

@@ -160,6 +160,7 @@ def test_a_stop_outweighs_a_failure(
     assert start_log(folder)[2:] == "a"
 
 
+@pytest.mark.slow
 def test_a_killed_experiment_does_not_come_back_with_its_neighbour(
     cluster: Cluster, folder: Path, config: launcher.Config, start: Callable[[], list[str]]
 ):

@@ -300,6 +300,7 @@ def test_a_process_that_is_stopped_while_it_starts_leaves_at_once(run_folders: t
     assert status(folder)["reason"].startswith("SIGUSR1: stopped while it was starting")
 
 
+@pytest.mark.slow
 def test_one_process_gives_the_numbers_of_two(run_folders: tuple[Path, Path], expected_files: dict[str, str]):
     """Token-weighted loss, gradient norm and dropout do not depend on how a step is shared: 1 x 4 or 2 x 2
     micro-batches."""
@@ -335,6 +336,7 @@ def test_three_processes_continue_bit_for_bit(run_folders: tuple[Path, Path]):
     assert contents[0] == contents[1]
 
 
+@pytest.mark.slow
 def test_restarts_that_would_hang_are_refused(run_folders: tuple[Path, Path], tmp_path: Path):
     root, folder = run_folders
     command = toy.command(root, ARGUMENTS, folder, processes=2)

@@ -102,5 +102,6 @@ def test_it_moves_a_tensor_a_thousand_times_as_large_a_thousand_times_as_far():
     assert (large.detach() - 10) / (small.detach() - 0.01) == pytest.approx(torch.full((3,), 1000.0), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_two_processes_with_parts_move_by_the_same_bits(tmp_path: Path):
     assert warm.torchrun(Path(__file__).with_name("shared_adamw_scale.py"), [str(tmp_path)], 2, tmp_path / "log") == ""

@@ -81,6 +81,7 @@ def _compiler(request: pytest.FixtureRequest, folder: Path, monkeypatch: pytest.
     shutil.rmtree(folder / "runs", ignore_errors=True)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_compiler")
 def test_a_compiled_training_has_one_graph_plain_names_and_ends_with_the_same_bits(folder: Path):
     counters.clear()

@@ -157,6 +157,7 @@ def measure_peak(model: nn.Module, loss: Any, batch: Mapping[str, Tensor], recip
     return most + sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [case if case in ("lm", "lm recomputed") else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
 )

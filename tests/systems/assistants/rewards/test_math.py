@@ -158,6 +158,7 @@ def test_slow_answers_of_a_batch_share_one_limit():
     assert children.children_user + children.children_system < 2.0 * cores + 64 * 0.3 + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", HOSTILE)
 def test_endless_computations_are_wrong(text: str):
     judge = Judge(0.5)

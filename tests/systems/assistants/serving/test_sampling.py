@@ -143,7 +143,7 @@ MISTAKES = [
     (
         "report",
         {"--prompts": json.dumps("x" * 99)},
-        "prompt 1, configuration 'greedy': 114 tokens and max_new_tokens 6 exceed",
+        "prompt 1, configuration 'greedy': 114 tokens and --max_new_tokens 6 exceed",
     ),
     (
         "report",

@@ -119,6 +119,7 @@ def test_a_huge_source_does_not_multiply_the_epochs_of_a_small_one():
     assert [order.epoch(0, 1, number) for number in (total - 1, total)] == [0, 1]
 
 
+@pytest.mark.slow
 def test_thousands_of_sources_without_rates_are_all_read():
     order = arrange([Source([2], "window", 3, str(number)) for number in range(5000)], [])
     assert len({order.document(lane, 8, number) for lane in range(8) for number in range(1250)}) == 10_000

@@ -324,6 +324,7 @@ def test_names_of_entities_can_be_read_back():
             assert match and re.sub(r"\\(.)", r"\1", match[1]) == name  # noqa: PT018
 
 
+@pytest.mark.slow
 def test_many_empty_tags_at_one_character_with_another_key():
     """The empty tags of a page that starts with an entity, in time that is not quadratic."""
     count = 20_000

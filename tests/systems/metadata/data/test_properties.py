@@ -55,6 +55,7 @@ def process(item: Any) -> Any:
 AROUND = {"html": ("<HTML>", "</HTML>"), "entity_paragraph": ("<CHAIN>", " </CHAIN> ")}
 
 
+@pytest.mark.slow
 @many
 @given(documents(), st.sampled_from(["nested", "compatible"]), st.booleans())
 def test_text_without_markers_is_unchanged(document: Document, linearisation: Any, around: bool):
