@@ -60,6 +60,8 @@ study: smollm2  ## SmolLM2-135M on real questions: cross-attention, prompting, c
 	@test -n "$(TRAINVAL_DATA)" || { echo "Set TRAINVAL_DATA to the folder of the released data."; exit 1; }
 	$(BIN)/python -m data_prep.crossattn.prepare_qa --name squad_nq --val_percent 12 \
 	  --train $(TRAINVAL_DATA)/squad/squad_v1.1-dev-shared.json $(TRAINVAL_DATA)/nq_oracle/nq-open-oracle.shared.jsonl
+	OMP_NUM_THREADS=2 $(BIN)/python -m data_prep.crossattn.preproc_nq --embedding_model results/data/$(SMOLLM2) --corpus squad_nq \
+	  --maximum_input_length 256 --template instruct --model_dtype bfloat16 --data_cache_path results/data
 	OMP_NUM_THREADS=2 $(BIN)/python trainval.py -e $(STUDY) --log_every 50
 	$(BIN)/python -m results.table -e $(STUDY) --interval ci95 --by group \
 	  --scores val_loss val_loss_shuffled_context inference/f1 inference/f1_wrong_context inference/em inference/em_wrong_context

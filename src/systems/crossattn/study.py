@@ -1,14 +1,14 @@
 """`make study`: cross-attention compared with prompting and closed-book answers, on SmolLM2-135M and real questions.
 
-The data are SQuAD and Natural Questions. The rates were chosen with `smollm2_crossattn_rates`, on another seed and on
-questions that no table uses.
+The data are SQuAD and Natural Questions, with contexts encoded in advance. The rates were chosen with
+`smollm2_crossattn_rates`, on another seed and on questions that no table uses.
 """
 
 from src.experiments.grid import override, seeds
 
 SMOLLM2 = {"name": "hf", "path": "HuggingFaceTB/SmolLM2-135M-Instruct", "dtype": "bfloat16"}
 DATA = {
-    "corpus": "squad_nq",
+    "corpus": "processed_data/SmolLM2-135M-Instruct/squad_nq",
     "context_tokens": 256,
     "sequence_tokens": 96,
     "loss_on": "answer",
@@ -18,8 +18,8 @@ DATA = {
 CROSSATTN = {
     "recipe": "crossattn",
     "seed": 0,
-    "model": {"name": "cross_attention", "num_layers": 6, "stride": 4, "cache_contexts": True, "base": SMOLLM2},
-    "data": {"name": "qa", **DATA},
+    "model": {"name": "cross_attention", "num_layers": 6, "stride": 4, "base": SMOLLM2},
+    "data": {"name": "qa", "encoded_contexts": True, **DATA},
     "loop": {
         "steps": 1000,
         "sequences_per_step": 16,
@@ -72,7 +72,7 @@ ZERO_SHOT = {
     "data.template": "chat",
     "inference.max_new_tokens": 32,
 }
-TUNING = {"seed": 100, "data.corpus": "squad_nq_tuning", "inference": None}
+TUNING = {"seed": 100, "data.corpus": "processed_data/SmolLM2-135M-Instruct/squad_nq_tuning", "inference": None}
 
 GROUPS = {
     "smollm2_crossattn": seeds([CROSSATTN], 3),
