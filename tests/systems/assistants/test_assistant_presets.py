@@ -156,7 +156,9 @@ SMALLER = shlex.split("--set loop.steps=2 loop.eval_every=2 loop.sequences_per_s
 def test_the_commands_that_open_assistants_readme_has(places: Places):
     """Those of our page, one after another, in a folder where the releases are prepared and the models are small."""
     (block,) = re.findall(
-        r"What you knew.*?```bash\n# needs the hub\n(.*?)```", (toy.ROOT / "docs/assistants.md").read_text(), re.DOTALL
+        r"## Coming from Open-Assistant\n.*?```bash\n# needs the hub\n(.*?)```",
+        (toy.ROOT / "docs/assistants.md").read_text(),
+        re.DOTALL,
     )
     lines = [re.split(" +#", line)[0] for line in block.splitlines()]
     rows, run = [{"instruction": f"Add 1 to {i}.", "input": "", "output": str(i + 1)} for i in range(20)], ""
