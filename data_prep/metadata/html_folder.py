@@ -2,7 +2,7 @@
 
 python -m data_prep.metadata.html_folder FOLDER --url https://docs.example.org/ --train train.jsonl --val val.jsonl
 
-A line has the page and its address: --url and the path below FOLDER. A digest of the path selects one page of ten for
+A line has the page and its address: --url and the path below FOLDER. A digest of the path selects one page of five for
 validation. Links to the same file and pages of other kinds are skipped.
 """
 
@@ -44,7 +44,7 @@ def collect(folder: Path, url: str, train: Path, val: Path) -> None:
             html = read_bytes(path, DataError).decode()
         except UnicodeDecodeError as error:
             raise DataError(f"{path}: not UTF-8 at byte {error.start}. Convert it, or move it away.") from None
-        is_val = hashlib.sha256(name.encode()).digest()[0] % 10 == 0
+        is_val = hashlib.sha256(name.encode()).digest()[0] % 5 == 0
         lines[val if is_val else train].append(json.dumps({"url": url + name, "doc_html": html}) + "\n")
     for target, rows in lines.items():
         write_atomic(target, "".join(rows))

@@ -236,6 +236,22 @@ def _keys(piece: Piece) -> list[tuple[int, int, int] | None]:
     return keys
 
 
+def check_fits(config: Gains, maker: ExampleMaker, documents: Callable[[], Iterable[Document]]) -> None:
+    """Raise the error of `select`, without making the blocks of more documents than necessary."""
+    makers = [maker, *([maker.rewritten(style="prompt", separators=PROMPT)] if config.prompt else [])]
+    for names in config.column_groups.values():
+        having = _having(documents(), names, config.documents)
+        fits = 0
+        for document, wrong in zip(having, _wrong(having), strict=True):
+            if len(maker.pieces(document, with_metadata=False)) == 1:  # first, as metadata can have many tags
+                sides = [_both(maker, wrong), *(_both(each, document) for each in makers)]
+                fits += all(map(_is_one_block, sides))
+            if fits == 2:
+                break
+        if fits < 2:
+            list(select(config, maker, documents))
+
+
 def check_columns(config: Gains, documents: Callable[[], Iterable[Document]]) -> None:
     """Raise DataError if fewer than two documents of the validation split have the columns."""
     for names in config.column_groups.values():

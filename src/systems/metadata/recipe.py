@@ -17,7 +17,7 @@ from src.runs.context import Run
 from src.support.call_once import call_once
 from src.systems.metadata.data import dataset
 from src.systems.metadata.data.annotations import Document
-from src.systems.metadata.gains import Gains, check_columns, measure, select
+from src.systems.metadata.gains import Gains, check_columns, check_fits, measure, select
 
 
 class Config(TrainingRecipe):
@@ -55,8 +55,7 @@ class Config(TrainingRecipe):
             from src.data.text import tokenizers
 
             maker = data.make_maker(tokenizers.load(folder, self.model.new_tokens()))
-            for _ in select(self.gains, maker, documents):
-                pass
+            check_fits(self.gains, maker, documents)
 
     def training_loss(self) -> Callable[..., Any]:
         from src.training.loss import causal_lm_loss
