@@ -219,21 +219,15 @@ def test_the_harness_scores_a_checkpoint_as_it_scores_the_model(world: Path, mon
     """Adapters that were trained with a rate of almost zero change no score."""
     rows = [{"text": f"{a} and {b} is", "choices": [f" {a + b}", f" {a + b + 3}"]} for a in range(5) for b in range(10)]
     (world / "rows.jsonl").write_text("".join(json.dumps({**row, "label": 0}) + "\n" for row in rows))
-    task = {
-        "output_type": "multiple_choice",
-        "doc_to_text": "{{text}}",
-        "doc_to_choice": "choices",
-        "doc_to_target": "label",
-        "target_delimiter": "",
-        "metric_list": [{"metric": "acc"}],
-    }
     exp = {**LORA, "seed": 1, "loop": {**LORA["loop"], "steps": 1, "eval_every": 1, "learning_rate": 1e-12}}
     folder = world / "judged"
     folder.mkdir()
     (folder / "data").symlink_to(world / "data")
     (folder / "rows.jsonl").symlink_to(world / "rows.jsonl")
     assert toy.main(["-e", "judged"], {"judged": [exp]}, folder) == 0
-    (result,) = test_lm_eval.score(folder, monkeypatch, "checkpoint_jobs_lm_eval.yaml", "arc_easy", task, exp)
+    (result,) = test_lm_eval.score(
+        folder, monkeypatch, "checkpoint_jobs_lm_eval.yaml", "arc_easy", test_lm_eval.CHOICES, exp
+    )
     harness = [
         str(test_lm_eval.LM_EVAL),
         "-m",

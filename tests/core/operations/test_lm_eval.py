@@ -25,6 +25,15 @@ from tests.systems.metadata.test_metadata_lm import WITH_GAINS, write_metadata
 
 ROOT = Path(__file__).parents[3]
 LM_EVAL = Path(os.environ.get("LM_EVAL", ROOT / ".venv" / "lm_eval" / "bin" / "python"))
+CHOICES = {
+    "output_type": "multiple_choice",
+    "doc_to_text": "{{text}}",
+    "doc_to_choice": "choices",
+    "doc_to_target": "label",
+    "target_delimiter": "",
+    "metric_list": [{"metric": "acc"}],
+}
+"""A task of the harness about rows of a text, choices and a label."""
 SHORT = override(WITH_GAINS, {"gains": None, "loop.steps": 40, "loop.eval_every": 20})
 
 
@@ -41,15 +50,7 @@ def test_the_harness_scores_a_local_task(tmp_path: Path, monkeypatch: pytest.Mon
         for colour in toy.COLOURS[:2]
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    task = {
-        "output_type": "multiple_choice",
-        "doc_to_text": "{{text}}",
-        "doc_to_choice": "choices",
-        "doc_to_target": "label",
-        "target_delimiter": "",
-        "metric_list": [{"metric": "acc"}],
-    }
-    (result,) = score(tmp_path, monkeypatch, "checkpoint_jobs_lm_eval.yaml", "arc_easy", task, SHORT)
+    (result,) = score(tmp_path, monkeypatch, "checkpoint_jobs_lm_eval.yaml", "arc_easy", CHOICES, SHORT)
     run = tmp_path / "runs" / exp_id(SHORT)
     assert (result["step"], result["task"]) == (40, "colours")
     assert result["scores"]["colours/acc"] == pytest.approx(

@@ -13,7 +13,7 @@ import torch
 from src.errors import UserError
 from src.experiments.config import Places
 from src.serving import chat
-from src.serving.pretrained import is_pretrained, load_writer
+from src.serving.pretrained import is_pretrained, load_writer, source_name
 from src.serving.terminal import Terminal
 from src.serving.writer import Continuation
 from src.systems.assistants.serving import page, sampling_report
@@ -37,6 +37,17 @@ def reference(model: Any, template: str | None, messages: list[dict[str, str]] |
         )["input_ids"]
     rows = model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **GREEDY)
     return tokenizer.decode(rows[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def test_a_model_below_the_prepared_data_is_found_by_its_name(tmp_path: Path):
+    """As in a model's `path`: the name can be that of a hub id."""
+    pretrained_folders.save(tmp_path / "data" / "team" / "model", TEMPLATE)
+    places = Places(tmp_path / "data", tmp_path / "runs")
+    by_name, _ = load_writer(Path("team/model"), places)
+    by_path, _ = load_writer(tmp_path / "data" / "team" / "model", places)
+    context = ("x", "y")
+    assert by_name.ask(*context, **GREEDY) == by_path.ask(*context, **GREEDY)
+    assert source_name(Path("team/model"), places) == "model"
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, FOREIGN])

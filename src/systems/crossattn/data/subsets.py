@@ -158,15 +158,13 @@ def require_sources(
             if known_sources >= {*(sources or ())}:
                 break
             known_sources.add(answers.source(row))
-    for name in sources or ():
-        if name not in known_sources:
-            raise unknown("source", name, known_sources, f"{field}: {config.corpus}/{split}.jsonl")
+    _require_known(sources or (), known_sources, f"{field}: {config.corpus}/{split}.jsonl")
 
 
-def _require_known(config: RowsConfig, split: str, known_sources: Iterable[str]) -> None:
-    for name in config.datasets(split) or ():
+def _require_known(sources: Iterable[str], known_sources: Iterable[str], where: str) -> None:
+    for name in sources:
         if name not in known_sources:
-            raise unknown("source", name, known_sources, f"data.{split}_datasets: {config.corpus}/{split}.jsonl")
+            raise unknown("source", name, known_sources, where)
 
 
 def select_sources(config: RowsConfig, split: str, rows: jsonl.Rows) -> Sequence[Row]:
@@ -178,7 +176,7 @@ def select_sources(config: RowsConfig, split: str, rows: jsonl.Rows) -> Sequence
     sources, index = config.datasets(split), rows.row_index
     if sources is None:
         return rows
-    _require_known(config, split, index.names)
+    _require_known(sources, index.names, f"data.{split}_datasets: {config.corpus}/{split}.jsonl")
     selected_groups = {index.names.index(name) for name in sources}
     return Subset(rows, array("Q", (number for number, group in enumerate(index.groups) if group in selected_groups)))
 

@@ -14,8 +14,8 @@ from src.launch.job import Job
 from src.launch.slurm import launcher, script, shared_tasks
 from src.runs.plan import PlannedExperiment
 from tests.core.launch.fakes.fake_slurm.cluster import Cluster, job, submit
+from tests.core.launch.local.test_local import is_gone
 from tests.core.launch.slurm.test_slurm import option
-from tests.core.launch.test_local import is_gone
 from tests.core.launch.test_status import World, make_item, wait_until
 
 # Ends as the file OUTCOME says, once it is there; stops in order when it is told to.

@@ -40,6 +40,23 @@ def test_both_sides_are_scored_at_the_same_tokens(linearisation: Any, room: int,
     assert some > 100
 
 
+def test_a_check_makes_no_more_blocks_than_two_fitting_documents_need():
+    """Long pages with many tags take seconds each."""
+    counted_calls = []
+
+    class Counting(ExampleMaker):
+        def pieces(self, *args: Any, **kwargs: Any) -> Any:
+            counted_calls.append(1)
+            return super().pieces(*args, **kwargs)
+
+    rows = [{"text": "abc", "metadata": [global_item("title", f"t{i}")]} for i in range(40)]
+    documents = [read_row({"text": "long " * 90, "metadata": rows[0]["metadata"]}, "here")]
+    documents += [read_row(row, "here") for row in rows]
+    make = Counting(Writing(keys=["title"]), SafeTokenizer(byte_tokenizer()), 60)
+    gains.check_fits(gains.Gains(columns=["title"], documents=40), make, lambda: documents)
+    assert len(counted_calls) == 1 + 2 * 5, "the long document once, and two documents with all their sides"
+
+
 def test_missing_blocks_on_one_side_do_not_shift_gains():
     """With one token of the text in the first block, that block is left out without metadata."""
     make = ExampleMaker(Writing(keys=["title", "html"]), SafeTokenizer(byte_tokenizer()), 30, end_token=False)

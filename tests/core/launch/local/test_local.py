@@ -25,7 +25,7 @@ from src.launch.local import launcher
 from src.launch.local.scheduler import _QUICK_SECONDS, _Entry, _Scheduler
 from src.launch.local.state import Queue
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 
 
 class World:
