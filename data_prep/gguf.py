@@ -25,7 +25,8 @@ def read(path: Path, dtype: str) -> tuple[Any, Any]:
     """Read model and tokenizer of a GGUF file. dtype: name of a type of torch.
 
     Raises:
-        DataError: the file is damaged, incomplete, or of an architecture that transformers cannot read.
+        DataError: the file is damaged, incomplete, an encoder-decoder, or of an architecture that transformers cannot
+            read.
     """
     import torch
     import transformers
@@ -37,9 +38,10 @@ def read(path: Path, dtype: str) -> tuple[Any, Any]:
         raise DataError(f"{path}: not a GGUF file: it starts with {magic!r}, expected b'GGUF'.")
     try:
         config = transformers.AutoConfig.from_pretrained(folder, **options)
-        kind = "AutoModelForSeq2SeqLM" if config.is_encoder_decoder else "AutoModelForCausalLM"
+        if config.is_encoder_decoder:
+            raise ValueError("an encoder-decoder, whose activation is not in the file")
         # In float32 first: rows of float16 files would be rounded twice.
-        model, report = getattr(transformers, kind).from_pretrained(
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=torch.float32,
             quantization_config=transformers.GgufConfig(dequantize=True),
@@ -50,8 +52,8 @@ def read(path: Path, dtype: str) -> tuple[Any, Any]:
     except Exception as error:  # a damaged file can raise any Exception
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise DataError(
-            f"{path}: transformers cannot read it ({reason[:200]}). Download it again, or use a model of a known "
-            "architecture."
+            f"{path}: cannot be read ({reason[:200]}). Download it again, or use a decoder of an architecture that "
+            "transformers reads."
         ) from error
     if report["missing_keys"]:
         missing = ", ".join(sorted(report["missing_keys"])[:3])

@@ -151,8 +151,8 @@ def test_the_same_file_is_converted_once(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def _damage(tensors: dict[str, torch.Tensor], case: str, path: Path) -> Path:
-    if case == "architecture":
-        return write(path, tensors, architecture="mystery")
+    if case in ("mystery", "t5"):
+        return write(path, tensors, architecture=case)
     if case == "missing tensor":
         del tensors["blk.1.ffn_up.weight"]
     write(path, tensors)
@@ -173,7 +173,8 @@ def _damage(tensors: dict[str, torch.Tensor], case: str, path: Path) -> Path:
 @pytest.mark.parametrize(
     ("case", "value"),
     [
-        ("architecture", "mystery"),
+        ("mystery", "mystery"),
+        ("t5", "encoder-decoder"),
         ("missing tensor", "model.layers.1.mlp.up_proj.weight"),
         ("truncated", ""),
         ("truncated header", ""),

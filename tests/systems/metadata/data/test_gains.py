@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from src.data.text.tokenizers import SafeTokenizer
+from src.errors import DataError
 from src.systems.metadata import gains
 from src.systems.metadata.data.annotations import read_row
 from src.systems.metadata.data.examples import ExampleMaker, Writing
@@ -55,6 +56,17 @@ def test_a_check_makes_no_more_blocks_than_two_fitting_documents_need():
     make = Counting(Writing(keys=["title"]), SafeTokenizer(byte_tokenizer()), 60)
     gains.check_fits(gains.Gains(columns=["title"], documents=40), make, lambda: documents)
     assert len(counted_calls) == 1 + 2 * 5, "the long document once, and two documents with all their sides"
+
+
+@pytest.mark.parametrize("fitting", [0, 1])
+def test_a_check_refuses_fewer_than_two_fitting_documents(fitting: int):
+    rows = [
+        {"text": "abc" if i < fitting else "long " * 90, "metadata": [global_item("title", f"t{i}")]} for i in range(5)
+    ]
+    make = ExampleMaker(Writing(keys=["title"]), SafeTokenizer(byte_tokenizer()), 60)
+    config = gains.Gains(columns=["title"], documents=40)
+    with pytest.raises(DataError, match=r"gains\.columns: fewer than two of the 5 documents with title"):
+        gains.check_fits(config, make, lambda: [read_row(row, "here") for row in rows])
 
 
 def test_missing_blocks_on_one_side_do_not_shift_gains():
