@@ -41,13 +41,14 @@ def read(path: Path, dtype: str) -> tuple[Any, Any]:
         if config.is_encoder_decoder:
             raise ValueError("an encoder-decoder, whose activation is not in the file")
         # In float32 first: rows of float16 files would be rounded twice.
-        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=torch.float32,
             quantization_config=transformers.GgufConfig(dequantize=True),
             output_loading_info=True,
             **options,
         )
+        model, report = loaded
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
     except Exception as error:  # a damaged file can raise any Exception
         reason = " ".join(f"{type(error).__name__}: {error}".split())
