@@ -51,8 +51,8 @@ PROMPTING = override(
             "base": SMOLLM2,
         },
         "data": {"name": "prompted_qa", "contexts": "all", **DATA},
-        "loop.steps": 200,
-        "loop.eval_every": 100,
+        "loop.steps": 100,
+        "loop.eval_every": 50,
     },
 )
 CLOSED_BOOK = override(

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from src.experiments.grid import grid, override
+from src.experiments.grid import grid, override, seeds
 
 # Pages of handwritten digits between words (python -m data_prep.interleaved.digit_pages): read the digits and add
 # them.
@@ -57,8 +57,28 @@ INTERLEAVED_PHOTOGRAPHS = override(
     },
 )
 
+# SmolLM2-135M (`make smollm2`), frozen, reads the digits through a small encoder with random weights.
+SMOLLM2_DIGITS = override(
+    INTERLEAVED_TINY,
+    {
+        "model": {
+            "name": "vision_language_parts",
+            "vision": INTERLEAVED_TINY["model"]["vision"],
+            "text": "HuggingFaceTB/SmolLM2-135M-Instruct",
+            "scale_factor": 4,
+            "max_tiles": 3,
+            "frozen": ["text"],
+        },
+        "loop.steps": 400,
+        "loop.eval_every": 200,
+        "loop.learning_rate": 1e-3,
+        "loop.precision": "bfloat16",
+    },
+)
+
 GROUPS = {
     "interleaved_photographs": [INTERLEAVED_PHOTOGRAPHS],
     "interleaved_tiny": [INTERLEAVED_TINY],
     "interleaved_tiny_seeds": grid(INTERLEAVED_TINY, {"seed": [1, 2, 3]}),
+    "smollm2_digits": seeds([SMOLLM2_DIGITS], 3),
 }

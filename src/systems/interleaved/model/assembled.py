@@ -1,7 +1,7 @@
-"""A vision-language model from a pretrained image encoder and a pretrained decoder, with a new connector."""
+"""A vision-language model from an image encoder, pretrained or new, a pretrained decoder, and a new connector."""
 
 import hashlib
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -25,10 +25,11 @@ _VISION_SIZES = (
 
 
 class Config(ModelConfig):
-    """Two pretrained parts and a new connector. Image tokens are added to the decoder's tokenizer."""
+    """An encoder, a pretrained decoder and a new connector. Image tokens are added to the decoder's tokenizer."""
 
-    vision: str = Field(min_length=1)
-    """Hub id such as "google/siglip-base-patch16-512", or a save_pretrained folder: below `--data_path`, or a path."""
+    vision: Annotated[str, Field(min_length=1)] | parts.Vision
+    """Hub id such as "google/siglip-base-patch16-512", or a save_pretrained folder: below `--data_path`, or a path. Or
+    the sizes of an encoder with random weights."""
     text: str = Field(min_length=1)
     """The decoder: hub id or folder, such as "HuggingFaceTB/SmolLM2-135M"."""
     scale_factor: int | None = Field(default=None, gt=0)
@@ -48,31 +49,29 @@ class Config(ModelConfig):
         for part, weights in (("connector", "its weights"), ("embeddings", "the embeddings of image tokens")):
             if part in self.frozen:
                 raise ValueError(f"frozen: {part!r}: {weights} are new, so they must be trained. Remove {part!r}.")
+        if "vision" in self.frozen and isinstance(self.vision, parts.Vision):
+            raise ValueError("frozen: 'vision': its weights are random, so they must be trained. Remove 'vision'.")
         return self
 
     def build(self, places: Places) -> "PreTrainedModel":
-        """Load both parts. The new weights are drawn from torch's global generator.
+        """Load the pretrained parts. The new weights are drawn from torch's global generator.
 
         Raises:
             ConfigError: a part is not on this machine, or its model family is not supported.
             CheckpointError: the weights of a part are incomplete or damaged.
         """
         self.check(places)
-        vision: Any = self._vision().load(places, "AutoModel")
-        vision = getattr(vision, "vision_model", vision)
+        sizes, pretrained = self._load_encoder(places)
         text: Any = self._text().load(places, "AutoModelForCausalLM")
         folder = self._text().folder(places)
         prepared_tokenizer.grow_embeddings(text, folder, self.new_tokens())
         image_id = prepared_tokenizer.load(folder, self.new_tokens()).convert_tokens_to_ids(parts.IMAGE)
-        sizes = {name: getattr(vision.config, name) for name in _VISION_SIZES}
         tied = bool(text.config.tie_word_embeddings)
         model = parts.build_random(sizes, text.config.to_dict(), self.scale_factor, self.resampler, image_id, tied).to(
             text.dtype
         )
-        # Drop the pooling head, which is not used.
-        encoder = {name: tensor for name, tensor in vision.state_dict().items() if not name.startswith("head.")}
         for part, weights in (
-            (model.model.vision_model, encoder),
+            (model.model.vision_model, pretrained or model.model.vision_model.state_dict()),
             (model.model.text_model, text.base_model.state_dict()),
         ):
             missing, unexpected = part.load_state_dict(weights, strict=False)
@@ -88,15 +87,28 @@ class Config(ModelConfig):
         model.name_or_path = str(folder)
         return parts.complete(model, self.frozen)
 
+    def _load_encoder(self, places: Places) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Sizes of the encoder, and its weights if it is pretrained."""
+        if isinstance(self.vision, parts.Vision):
+            return self.vision.sizes(), {}
+        vision: Any = self._encoder(self.vision).load(places, "AutoModel")
+        vision = getattr(vision, "vision_model", vision)
+        # Drop the pooling head, which is not used.
+        weights = {name: tensor for name, tensor in vision.state_dict().items() if not name.startswith("head.")}
+        return {name: getattr(vision.config, name) for name in _VISION_SIZES}, weights
+
     def check(self, places: Places) -> None:
-        for field, model, supported_types in (("vision", self._vision(), ENCODERS), ("text", self._text(), DECODERS)):
+        pretrained: list[tuple[str, hf.Config, tuple[str, ...]]] = [("text", self._text(), DECODERS)]
+        if isinstance(self.vision, str):
+            pretrained.append(("vision", self._encoder(self.vision), ENCODERS))
+        for field, model, supported_types in pretrained:
             model.require_files(places)
             model_type = model.read_config(places)["model_type"]
             if model_type not in supported_types:
                 raise ConfigError(
                     f"model.{field}: {model.path} is a {model_type!r}; expected one of {', '.join(supported_types)}."
                 )
-        patches = self._patches(places)
+        _, patches = self._frame(places)
         sizes = self.architecture(places)
         try:
             parts.require_connector(
@@ -112,32 +124,31 @@ class Config(ModelConfig):
         return self._text().architecture(places)
 
     def fingerprint(self, places: Places) -> str:
-        """Digest of both parts."""
-        return hashlib.sha256(
-            (self._vision().fingerprint(places) + self._text().fingerprint(places)).encode()
-        ).hexdigest()
+        """Digest of the pretrained parts, and of the sizes of a new encoder."""
+        vision = self.vision
+        digest = self._encoder(vision).fingerprint(places) if isinstance(vision, str) else vision.model_dump_json()
+        return hashlib.sha256((digest + self._text().fingerprint(places)).encode()).hexdigest()
 
     def kind(self, places: Places | None) -> str:
         return VISION_LANGUAGE
 
     def frame_sizes(self, places: Places) -> tuple[int, int]:
-        tokens = parts.tokens_of_frame(self.scale_factor, self.resampler, self._patches(places))
-        return self._encoder_config(places).image_size, tokens
+        size, patches = self._frame(places)
+        return size, parts.tokens_of_frame(self.scale_factor, self.resampler, patches)
 
     def cache_bytes(self, places: Places, value_bytes: int) -> dict[str, int] | None:
         return self._text().cache_bytes(places, value_bytes)
 
-    def _patches(self, places: Places) -> int:
-        """Patches along one side of a frame."""
-        config = self._encoder_config(places)
-        return config.image_size // config.patch_size
+    def _frame(self, places: Places) -> tuple[int, int]:
+        """Pixels and patches along one side of a frame."""
+        if isinstance(self.vision, parts.Vision):
+            return self.vision.frame_size, self.vision.patches
+        config = call_once(self._encoder(self.vision).load_config, places)
+        config = getattr(config, "vision_config", config)
+        return config.image_size, config.image_size // config.patch_size
 
-    def _encoder_config(self, places: Places) -> Any:
-        config = call_once(self._vision().load_config, places)
-        return getattr(config, "vision_config", config)
-
-    def _vision(self) -> hf.Config:
-        return hf.Config(path=self.vision, dtype=self.dtype)
+    def _encoder(self, path: str) -> hf.Config:
+        return hf.Config(path=path, dtype=self.dtype)
 
     def _text(self) -> hf.Config:
         return hf.Config(path=self.text, dtype=self.dtype)

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, model_validator
 
-from src.experiments.config import Config as StrictConfig
 from src.experiments.config import Places
 from src.experiments.interfaces import Architecture, ModelConfig
 from src.experiments.kinds import VISION_LANGUAGE
@@ -16,35 +15,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class Vision(StrictConfig):
-    """Sizes of a frame encoder with random weights."""
-
-    frame_size: int = Field(gt=0)
-    """Pixels per side of a frame."""
-    patch_size: int = Field(gt=0)
-    """Pixels per side of a patch."""
-    hidden_size: int = Field(gt=0)
-    """Width of the encoder."""
-    num_layers: int = Field(gt=0)
-    """Transformer layers."""
-    num_heads: int = Field(gt=0)
-    """Attention heads."""
-
-    @model_validator(mode="after")
-    def _frames_are_whole_patches(self) -> "Vision":
-        if self.frame_size % self.patch_size:
-            raise ValueError(
-                f"frame_size: expected a multiple of patch_size, {self.patch_size}, got {self.frame_size}."
-            )
-        return self
-
-
 class Config(ModelConfig):
     """Sizes of a model with random weights. The vocabulary is the tokenizer's plus the image tokens."""
 
     tokenizer: str = Field(min_length=1)
     """Folder of a prepared tokenizer, below `--data_path`."""
-    vision: Vision
+    vision: parts.Vision
     scale_factor: int | None = Field(default=None, gt=0)
     """Idefics3's pixel shuffle merges a square of this many patches per side into one token. None: 2 without a
     resampler."""
@@ -63,8 +39,9 @@ class Config(ModelConfig):
 
     @model_validator(mode="after")
     def _tokens_are_whole(self) -> "Config":
-        patches = self.vision.frame_size // self.vision.patch_size
-        parts.require_connector(self.scale_factor, self.resampler, patches, self.max_tiles, self.hidden_size)
+        parts.require_connector(
+            self.scale_factor, self.resampler, self.vision.patches, self.max_tiles, self.hidden_size
+        )
         return self
 
     def kind(self, places: Places | None) -> str | None:
@@ -93,16 +70,8 @@ class Config(ModelConfig):
             "eos_token_id": tokenizer.eos_token_id,
             "pad_token_id": tokenizer.pad_token_id,
         }
-        vision = {
-            "hidden_size": self.vision.hidden_size,
-            "intermediate_size": 4 * self.vision.hidden_size,
-            "num_hidden_layers": self.vision.num_layers,
-            "num_attention_heads": self.vision.num_heads,
-            "image_size": self.vision.frame_size,
-            "patch_size": self.vision.patch_size,
-        }
         image_id = tokenizer.convert_tokens_to_ids(parts.IMAGE)
-        model = parts.build_random(vision, text, self.scale_factor, self.resampler, image_id, tied=False)
+        model = parts.build_random(self.vision.sizes(), text, self.scale_factor, self.resampler, image_id, tied=False)
         model.name_or_path = str(places.data / self.tokenizer)
         return parts.complete(model)
 
@@ -117,8 +86,8 @@ class Config(ModelConfig):
         )
 
     def frame_sizes(self, places: Places) -> tuple[int, int]:
-        patches = self.vision.frame_size // self.vision.patch_size
-        return self.vision.frame_size, parts.tokens_of_frame(self.scale_factor, self.resampler, patches)
+        tokens = parts.tokens_of_frame(self.scale_factor, self.resampler, self.vision.patches)
+        return self.vision.frame_size, tokens
 
     def tokenizer_folder(self, places: Places) -> Path:
         return places.data / self.tokenizer

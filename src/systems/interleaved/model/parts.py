@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from src.experiments.config import Config as StrictConfig
 from src.systems.interleaved.model import flops, processor
@@ -18,6 +18,45 @@ IMAGE = "<image>"
 Part = Literal["vision", "connector", "embeddings", "text"]
 """Parts of a model: frame encoder; connector from patches to tokens; token embeddings and output projection; decoder
 layers."""
+
+
+class Vision(StrictConfig):
+    """Sizes of a frame encoder with random weights."""
+
+    frame_size: int = Field(gt=0)
+    """Pixels per side of a frame."""
+    patch_size: int = Field(gt=0)
+    """Pixels per side of a patch."""
+    hidden_size: int = Field(gt=0)
+    """Width of the encoder."""
+    num_layers: int = Field(gt=0)
+    """Transformer layers."""
+    num_heads: int = Field(gt=0)
+    """Attention heads."""
+
+    @model_validator(mode="after")
+    def _frames_are_whole_patches(self) -> "Vision":
+        if self.frame_size % self.patch_size:
+            raise ValueError(
+                f"frame_size: expected a multiple of patch_size, {self.patch_size}, got {self.frame_size}."
+            )
+        return self
+
+    @property
+    def patches(self) -> int:
+        """Patches per side of a frame."""
+        return self.frame_size // self.patch_size
+
+    def sizes(self) -> dict[str, int]:
+        """Fields of transformers' vision config."""
+        return {
+            "hidden_size": self.hidden_size,
+            "intermediate_size": 4 * self.hidden_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "image_size": self.frame_size,
+            "patch_size": self.patch_size,
+        }
 
 
 class Resampler(StrictConfig):

@@ -187,6 +187,26 @@ def test_two_models_keep_their_weights(more: dict[str, Any], vision: str, text: 
     assert bind(MODELS, raw).frame_sizes(places) == frame_sizes(model)
 
 
+@FAMILIES
+def test_new_encoder_on_a_pretrained_decoder(more: dict[str, Any], places: Places):
+    raw = {**PARTS, "vision": RANDOM["vision"], **more}
+    model, other_seed = build(raw, places), build(raw, places, seed=1)
+    decoder, ids = AutoModelForCausalLM.from_pretrained(places.data / "decoder").eval(), torch.arange(6)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(model(input_ids=ids).logits[..., :258], decoder(ids).logits)
+        assert torch.equal(model(input_ids=ids).logits[..., :258], other_seed(input_ids=ids).logits[..., :258])
+    pairs = zip(*(parameters_by_part(one)["vision"] for one in (model, other_seed)), strict=True)
+    assert any(not torch.equal(ours, theirs) for (_, ours), (_, theirs) in pairs)
+    bound = bind(MODELS, raw)
+    bound.check(places)
+    assert bound.frame_sizes(places) == frame_sizes(model)
+    wider = {**raw, "vision": {**RANDOM["vision"], "hidden_size": 24}}
+    assert len({bind(MODELS, each).fingerprint(places) for each in (raw, wider, {**PARTS, **more})}) == 3
+    all_take_part(model)
+    with pytest.raises(Problems, match="frozen: 'vision'"):
+        bind(MODELS, {**raw, "frozen": ["vision"]})
+
+
 def test_frozen_parts_do_not_change_and_are_in_no_checkpoint(places: Places, tmp_path: Path):
     from safetensors.torch import save_file
 

@@ -35,6 +35,7 @@ ONE_FRAME = {"data.images": {"style": "idefics2", "frame_size": pages.SIDE, "max
 PARTS = {"name": "vision_language_parts", "vision": "encoder", "text": "decoder", "max_tiles": 2, "frozen": ["vision"]}
 EXPERIMENTS = {
     "parts": override(PLAIN, {"model": PARTS}),
+    "new_encoder": override(PLAIN, {"model": {**PARTS, "vision": PLAIN["model"]["vision"], "frozen": ["text"]}}),
     "parts_idefics2": override(PLAIN, {"model": {**PARTS, **IDEFICS2}, **ONE_FRAME}),
     "folder": override(PLAIN, {"model": {"name": "vision_language_hf", "path": "saved", "frozen": ["vision", "text"]}}),
 }
@@ -78,7 +79,8 @@ def test_training_resumes_and_is_exported(name: str, folder: Path, tmp_path: Pat
     *_, last = toy.evaluations(folder, exp_id(exp))
     assert last["val_loss"] != last["val_loss_shuffled_context"]
     trained = weights(folder, exp)
-    assert not any(key.startswith("model.vision_model.") for key in trained), "it is frozen"
+    for part, prefix in (("vision", "model.vision_model."), ("text", "model.text_model.layers.")):
+        assert any(key.startswith(prefix) for key in trained) == (part not in exp["model"]["frozen"]), part
     assert any(key.startswith("model.connector.") for key in trained)
 
     run = folder / "runs" / exp_id(exp)
