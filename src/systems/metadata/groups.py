@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from src.experiments.grid import override
+from src.experiments.grid import override, seeds
 
 # Pieces of the standard library's documentation (python -m data_prep.metadata.stdlib_pages). Half of them have their
 # HTML and, with probability 0.5 each, address and title. Layout tags are dropped, and links, which split sentences.
@@ -180,9 +180,33 @@ TINY_ADDRESSES = override(
     },
 )
 
+# SmolLM2-135M (`make smollm2`) on the same pieces: adapters that learn to use metadata, and some that never see any.
+SMOLLM2_METADATA = override(
+    METADATA_TINY,
+    {
+        "model": {
+            "name": "lora",
+            "rank": 16,
+            "alpha": 32.0,
+            "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+            "base": {"name": "hf", "path": "HuggingFaceTB/SmolLM2-135M-Instruct", "dtype": "bfloat16"},
+        },
+        "data.sequence_tokens": 384,
+        "data.val_documents": 100,
+        "loop.steps": 120,
+        "loop.learning_rate": 5e-4,
+        "loop.precision": "bfloat16",
+        "loop.eval_every": 60,
+        "gains.documents": 100,
+    },
+)
+SMOLLM2_PLAIN = override(SMOLLM2_METADATA, {"data.probability": 0.0})
+
 GROUPS = {
     "metadata_tiny": [METADATA_TINY],
     "metadata_gpt2xl_v2": [GPT2_XL_V2],
     "metadata_meco": conditioned_then_cooled(MECO),
     "metadata_meco_tiny": conditioned_then_cooled(TINY_ADDRESSES),
+    "smollm2_metadata": seeds([SMOLLM2_METADATA], 3),
+    "smollm2_metadata_control": seeds([SMOLLM2_PLAIN], 3),
 }
