@@ -66,7 +66,6 @@ SHORT = {
     "src.__init__": "the first import of every command",
     "src.support.missing_package": "the hook of that import",
     "src.support.patterns": "one idea, which expressions and rewards share",
-    "src.experiments.kinds": "kinds and sizes, which interfaces and models both need",
     "src.systems.crossattn.model.kv_cache": "found by its name",
 }
 """Modules under 40 lines that are not entries of the registry, and the reason for each."""

@@ -1,7 +1,7 @@
 """Overhead of the training loop: tokens/s of `fit` against a bare PyTorch loop and against the Trainer of transformers.
 
-    python -m benchmarks.training.loop [--group base_tiny | t5_tiny] [--steps 30] [--rounds 3] [--against bare trainer]
-        [--set PATH=VALUE]
+    python -m benchmarks.training.loop [--group base_tiny | t5_tiny | smollm2] [--steps 30] [--rounds 3]
+        [--against bare trainer] [--set PATH=VALUE]
     torchrun --nproc-per-node 2 -m benchmarks.training.loop
 
 All train the model of the group in float32 on the same sequences in the same order, in one process (or in the same
@@ -45,6 +45,7 @@ from src.experiments.registry import resolved_dict
 from src.runs.context import Options, Run
 from src.runs.run_dir import RunDir
 from src.support import distributed
+from src.systems.assistants.groups import smollm2_sft
 from src.training import loader
 from src.training.checkpointing.checkpoint import CheckpointMetadata
 from src.training.loop import fit
@@ -56,7 +57,25 @@ from src.training.state import State
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGETS = {"bare": 0.97, "trainer": 1.0}
-LOSSES: dict[str, Callable[..., Tensor]] = {"base_tiny": causal_lm_loss, "t5_tiny": seq2seq_loss}
+SMOLLM2 = override(
+    smollm2_sft(0, lora=False),
+    {
+        "data": {
+            "name": "conversations",
+            "corpus": "alpaca",
+            "sequence_tokens": 256,
+            "writing": {"template": "tokenizer"},
+        },
+        "loop.precision": "float32",
+        "loop.learning_rate": 1e-5,
+    },
+)
+"""Fine-tuning of all weights of SmolLM2-135M (`make smollm2`) on the corpus alpaca below --data_path."""
+EXPERIMENTS: dict[str, tuple[dict[str, Any], Callable[..., Tensor]]] = {
+    "base_tiny": (exp_configs.EXP_GROUPS["base_tiny"][0], causal_lm_loss),
+    "t5_tiny": (exp_configs.EXP_GROUPS["t5_tiny"][0], seq2seq_loss),
+    "smollm2": (SMOLLM2, causal_lm_loss),
+}
 COMPARED_STEPS = 8
 """Steps, at most, after which all must have the same weights."""
 
@@ -277,7 +296,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--group", choices=list(LOSSES), default="base_tiny")
+    parser.add_argument("--group", choices=list(EXPERIMENTS), default="base_tiny")
     parser.add_argument(
         "--set",
         nargs="+",
@@ -290,7 +309,7 @@ def main() -> None:
     args = parser.parse_args()
     one_arena()
     memory.reuse_freed_memory()
-    (exp,) = exp_configs.EXP_GROUPS[args.group]
+    exp, loss = EXPERIMENTS[args.group]
     exp = override(
         exp, {"loop.steps": args.steps, "loop.eval_every": args.steps, **dict(map(parse_assignment, args.set))}
     )
@@ -298,9 +317,7 @@ def main() -> None:
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     with quiet(), distributed.session():
         for i in range(args.rounds):
-            seconds = round_of(
-                names[i % len(names) :] + names[: i % len(names)], exp, LOSSES[args.group], args.data_path
-            )
+            seconds = round_of(names[i % len(names) :] + names[: i % len(names)], exp, loss, args.data_path)
             for name in names:
                 times[name] += seconds[name]
             if distributed.is_main():

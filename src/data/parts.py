@@ -5,7 +5,6 @@ import re
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import ClassVar, Protocol, Self, runtime_checkable
 
 from pydantic import model_validator
@@ -14,7 +13,7 @@ from src.errors import ConfigError, UserError, check_all
 from src.experiments.config import Places
 from src.experiments.dataset_protocols import Dataset
 from src.experiments.interfaces import Architecture, DatasetConfig
-from src.experiments.kinds import CROSS_ATTENTION, FUSION_IN_DECODER
+from src.experiments.kinds import CROSS_ATTENTION, FUSION_IN_DECODER, TokenizerSource
 from src.support.call_once import call_once
 
 
@@ -76,8 +75,8 @@ class PartsConfig(DatasetConfig):
     def check(self, places: Places) -> None:
         self.check_parts(lambda part: call_once(part.check, places))
 
-    def check_tokenizer(self, folder: Path | None) -> None:
-        self.check_parts(lambda part: part.check_tokenizer(folder))
+    def check_tokenizer(self, places: Places, source: TokenizerSource | None) -> None:
+        self.check_parts(lambda part: part.check_tokenizer(places, source))
 
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
         self.check_parts(lambda part: part.check_length(max_positions, new_tokens))

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from pydantic import PlainSerializer, PlainValidator
 
-from src.errors import ConfigError, check_all
+from src.errors import ConfigError, UserError, check_all
 from src.experiments.config import Config, Places, Problems
 from src.experiments.dataset_protocols import Dataset, Prediction
-from src.experiments.kinds import DECODER, KINDS, Architecture
+from src.experiments.kinds import DECODER, KINDS, Architecture, FrameFormat, TokenizerSource
 from src.experiments.registry import DATASETS, METRICS, MODELS, RECIPES, bind, name_of, resolved_dict
 from src.support.call_once import call_once
 
@@ -81,6 +81,15 @@ class ModelConfig(Component):
         """Folder of its tokenizer, if known before the model is built."""
         return None
 
+    def find_tokenizer(self, places: Places) -> TokenizerSource | None:
+        """Its tokenizer; None if unknown before it is built, or if it cannot be built, which `check` reports."""
+        try:
+            call_once(self.check, places)
+            folder = self.tokenizer_folder(places)
+        except UserError:
+            return None
+        return TokenizerSource(folder, tuple(self.new_tokens())) if folder and folder.is_dir() else None
+
     def new_tokens(self) -> Sequence[str]:
         """Control tokens that it adds to its tokenizer."""
         return getattr(self, "extra_tokens", None) or ()
@@ -98,9 +107,8 @@ class ModelConfig(Component):
         Adapters and new layers are always float32."""
         return getattr(self, "dtype", None)
 
-    def frame_sizes(self, places: Places) -> tuple[int, int] | None:
-        """For a model that reads images: side of a frame in pixels, and tokens per frame.
-        None if unknown before it is loaded."""
+    def frame_format(self, places: Places) -> FrameFormat | None:
+        """How it reads images; None if it does not, or if unknown before it is loaded."""
         return None
 
     def is_frozen(self) -> bool:
@@ -212,9 +220,8 @@ class DatasetConfig(Component):
         """Upper bound of the number of validation questions, at most `most`, without a tokenizer; None if unknown."""
         return None
 
-    def check_tokenizer(self, folder: Path | None) -> None:
-        """Raise a UserError if the tokenizer in `folder` has no entry for a required token, without loading it.
-        None: not known yet."""
+    def check_tokenizer(self, places: Places, source: TokenizerSource | None) -> None:
+        """Raise a UserError if the data do not fit the tokenizer, loading it only if necessary. None: not known yet."""
 
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
         """Raise ConfigError if `max_positions` (None: unknown, no limit) are too few for a sample or `new_tokens`."""
@@ -297,7 +304,16 @@ MetricField = Annotated[MetricConfig, PlainValidator(partial(bind, METRICS)), Pl
 
 
 FORWARDED_METHODS = (
-    *("architecture", "cache_bytes", "check_device", "fingerprint", "frame_sizes", "has_random_weights", "is_frozen"),
+    *(
+        "architecture",
+        "cache_bytes",
+        "check_device",
+        "find_tokenizer",
+        "fingerprint",
+        "frame_format",
+        "has_random_weights",
+        "is_frozen",
+    ),
     *("new_token_ids", "new_tokens", "tokenizer_folder", "trained_type", "weight_type"),
 )
 """Methods that a `WrapperConfig` forwards to its base."""

@@ -1,6 +1,7 @@
 """Kinds of models by their inputs, sizes of a transformer, and the model names that an experiment can use for each."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 DECODER, CROSS_ATTENTION, ENCODER_DECODER, FUSION_IN_DECODER = (
     "decoder",
@@ -17,6 +18,30 @@ KINDS = {
     REWARD: "'reward' around a decoder",
     VISION_LANGUAGE: "a decoder that reads images, such as 'vision_language'",
 }
+
+
+@dataclass(frozen=True)
+class TokenizerSource:
+    """Where the tokenizer of a model comes from, known before any weight is loaded."""
+
+    folder: Path
+    """A folder of save_pretrained."""
+    new_tokens: tuple[str, ...] = ()
+    """Control tokens that the model adds to it."""
+
+
+@dataclass(frozen=True)
+class FrameFormat:
+    """How a model reads images, known before any weight is loaded."""
+
+    pixels: int
+    """Per side of a frame."""
+    tokens: int
+    """Per frame."""
+    style: str
+    """"idefics3", or "idefics2": without tile tokens."""
+    max_tiles: int | None = None
+    """Maximum rows and columns of tiles per image; None if unknown."""
 
 
 @dataclass(frozen=True)

@@ -166,7 +166,7 @@ class Config(ModelConfig):
                 f"{hub_files.find_weights(folder)}: incomplete: {missing} missing. Download it again."
             )
         if self.extra_tokens or self.tokenizer:
-            model.name_or_path = str(self.tokenizer_folder(places) or folder)
+            model.name_or_path = str(self.tokenizer_folder(places))
             prepared_tokenizer.grow_embeddings(model, Path(model.name_or_path), self.extra_tokens or ())
         if self.quantization is None:
             return model
@@ -213,9 +213,7 @@ class Config(ModelConfig):
         attention = {"attn_implementation": "eager"} if self.attention == "eager" else {}
         model = make(self._scaled_config(places), dtype=getattr(torch, self.dtype), **attention)
         if self.extra_tokens or self.tokenizer:
-            prepared_tokenizer.grow_embeddings(
-                model, self.tokenizer_folder(places) or self.folder(places), self.extra_tokens or ()
-            )
+            prepared_tokenizer.grow_embeddings(model, self.tokenizer_folder(places), self.extra_tokens or ())
         return model
 
     def _scaled_config(self, places: Places) -> Any:
@@ -293,17 +291,15 @@ class Config(ModelConfig):
         if self.attention in ON_GPU and not torch.cuda.is_available():
             raise ConfigError(f"model.attention: {self.attention!r} needs a GPU. Use 'sdpa'.")
 
-    def tokenizer_folder(self, places: Places) -> Path | None:
-        return places.data / self.tokenizer if self.tokenizer else None
+    def tokenizer_folder(self, places: Places) -> Path:
+        return places.data / self.tokenizer if self.tokenizer else self.folder(places)
 
     def new_token_ids(self, places: Places) -> list[int]:
         if not (self.extra_tokens or self.tokenizer):
             return []
         folder = self.folder(places)
         base_vocabulary = prepared_tokenizer.load(folder).get_vocab()
-        vocabulary = prepared_tokenizer.load(
-            self.tokenizer_folder(places) or folder, self.extra_tokens or ()
-        ).get_vocab()
+        vocabulary = prepared_tokenizer.load(self.tokenizer_folder(places), self.extra_tokens or ()).get_vocab()
         return sorted(number for token, number in vocabulary.items() if token not in base_vocabulary)
 
     def read_config(self, places: Places) -> dict[str, Any]:

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from src.errors import CheckpointError, ConfigError
+from src.errors import CheckpointError, ConfigError, UserError
 from src.experiments.config import Places, Problems, join
 from src.experiments.interfaces import Architecture, ModelConfig
+from src.experiments.kinds import FrameFormat, TokenizerSource
 from src.experiments.registry import MODELS, bind
 from src.files import read_json
 from src.support.call_once import call_once
@@ -68,6 +69,14 @@ class Config(ModelConfig):
         folders = checkpoints.list_all(places.runs / self.exp_id)
         return folders[-1] / "tokenizer" if folders else None
 
+    def find_tokenizer(self, places: Places) -> TokenizerSource | None:
+        """That of a checkpoint, or what the parent will be trained with."""
+        try:
+            parent = self.parent(places)
+        except UserError:
+            return None
+        return super().find_tokenizer(places) or parent.find_tokenizer(places)
+
     def _checkpoint_folder(self, places: Places) -> Path | None:
         """The checkpoint that `build` loads; None if the parent is not trained yet."""
         from src.runs.checkpoints import checkpoints
@@ -93,8 +102,8 @@ class Config(ModelConfig):
     def cache_bytes(self, places: Places, value_bytes: int) -> dict[str, int] | None:
         return self.parent(places).cache_bytes(places, value_bytes)
 
-    def frame_sizes(self, places: Places) -> tuple[int, int] | None:
-        return self.parent(places).frame_sizes(places)
+    def frame_format(self, places: Places) -> FrameFormat | None:
+        return self.parent(places).frame_format(places)
 
     def kind(self, places: Places | None) -> str | None:
         return None if places is None else self.parent(places).kind(places)

@@ -55,7 +55,7 @@ def checks(recipe: TrainingRecipe, places: Places, scores: Collection[str]) -> l
     checks: list[Callable[[], object]] = [
         lambda: call_once(model.check, places),
         lambda: call_once(data.check, places),
-        lambda: data.check_tokenizer(model.tokenizer_folder(places)),
+        lambda: data.check_tokenizer(places, model.find_tokenizer(places)),
         lambda: data.check_length(model.longest_sequence(places)),
         lambda: data.check_model(call_once(model.architecture, places)),
         lambda: recipe.check_precision(places),

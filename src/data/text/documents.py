@@ -14,10 +14,11 @@ from pydantic import Field
 
 from src.data import jsonl, jsonl_index, row_counts
 from src.data.orders import ShuffledConfig
-from src.data.text import token_files
-from src.data.text.tokenizers import SafeTokenizer, tokenizer_digest
+from src.data.text import token_files, tokenizers
+from src.data.text.tokenizers import SafeTokenizer, file_digest, tokenizer_digest
 from src.errors import DataError
 from src.experiments.config import Places
+from src.experiments.kinds import TokenizerSource
 
 if TYPE_CHECKING:
     import numpy as np
@@ -51,6 +52,14 @@ class TextConfig(ShuffledConfig):
             self._require_samples(
                 split, path.stat().st_size, row_counts.count_lines(path, self.max_samples(split) or 1)
             )
+
+    def check_tokenizer(self, places: Places, source: TokenizerSource | None) -> None:
+        folder = jsonl.corpus_folder(places, self.corpus)
+        if source and token_files.is_tokenised(folder):
+            facts = token_files.require(folder)["tokenizer"]
+            if source.new_tokens or file_digest(source.folder) != facts["fingerprint"]:
+                tokenizer = tokenizers.load(source.folder, source.new_tokens)
+                _check_tokenizer(folder, facts, tokenizer_digest(tokenizer), SafeTokenizer(tokenizer).eos_id)
 
     def _require_samples(self, split: str, tokens: int, documents: int) -> None:
         """Raise DataError if a split has too few samples. tokens, documents: upper bounds of its size."""

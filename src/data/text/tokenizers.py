@@ -24,6 +24,18 @@ def tokenizer_digest(tokenizer: Any) -> str:
     return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
 
 
+def file_digest(folder: Path) -> str | None:
+    """`tokenizer_digest` of a folder whose tokenizer transformers does not change when it loads it, read in
+    milliseconds; None if tokenizer.json is missing or damaged."""
+    from tokenizers import Tokenizer
+
+    try:
+        text = Tokenizer.from_file(str(folder / "tokenizer.json")).to_str()
+    except Exception:  # noqa: BLE001  tokenizers raises a bare Exception; `load` describes the fault
+        return None
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def load(source: str | Path, extra: Sequence[str] = (), end_token: str | None = None) -> "PreTrainedTokenizerFast":
     """Load the tokenizer of a folder, or of a hub id in the local cache, with the control tokens `extra`. Downloads
     nothing.

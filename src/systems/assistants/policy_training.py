@@ -122,7 +122,7 @@ def checks(recipe: TrainingRecipe, places: Places, scoring: Scoring) -> list[Cal
         lambda: model.check_kind(DECODER, places),
         lambda: call_once(data.check, places),
         lambda: data.check_rows(places, scoring.row_keys),
-        lambda: data.check_tokenizer(model.tokenizer_folder(places)),
+        lambda: data.check_tokenizer(places, model.find_tokenizer(places)),
         lambda: data.check_length(model.longest_sequence(places), longest),
         lambda: data.check_loop(loop.sequences_per_step, loop.steps),
         lambda: recipe.check_precision(places),

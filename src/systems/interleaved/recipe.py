@@ -46,11 +46,21 @@ class Config(TrainingRecipe):
     def check_frames(self, places: Places) -> None:
         """Raises ConfigError if the frames of the data do not fit the model."""
         assert isinstance(self.data, dataset.Config), "the validator has checked it"
-        images, sizes = self.data.images, self.model.frame_sizes(places)
-        if sizes and sizes != (images.frame_size, images.image_tokens):
+        images, frames = self.data.images, self.model.frame_format(places)
+        if frames is None:
+            return
+        if (frames.pixels, frames.tokens) != (images.frame_size, images.image_tokens):
             raise ConfigError(
-                f"data.images: frame_size is {images.frame_size} and image_tokens is {images.image_tokens}, but "
-                f"the model reads frames of {sizes[0]} pixels a side as {sizes[1]} tokens each. Use these two numbers."
+                f"data.images: frame_size is {images.frame_size} and image_tokens is {images.image_tokens}, but the "
+                f"model reads frames of {frames.pixels} pixels a side as {frames.tokens} tokens each. Use these two "
+                "numbers."
+            )
+        if frames.style != images.style:
+            raise ConfigError(f"data.images.style: expected the model's {frames.style!r}, got {images.style!r}.")
+        if frames.max_tiles and images.tiles_per_side > frames.max_tiles:
+            raise ConfigError(
+                f"model.max_tiles: {frames.max_tiles}, but data.images.max_size {images.max_size} makes up to "
+                f"{images.tiles_per_side} tiles per side. Raise max_tiles, or lower max_size."
             )
 
     def training_loss(self) -> Callable[..., Any]:

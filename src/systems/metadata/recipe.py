@@ -1,20 +1,15 @@
 """Recipe `metadata_lm`: as `lm`, on documents with metadata; evaluations measure the gain from metadata (`gains`)."""
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from pydantic import model_validator
 
-from src.errors import UserError
 from src.experiments.config import Places
-from src.experiments.interfaces import ModelConfig, WrapperConfig
 from src.experiments.kinds import DECODER
-from src.models import hf
 from src.recipes import pretraining
 from src.recipes.training_recipe import TrainingRecipe
 from src.runs.context import Run
-from src.support.call_once import call_once
 from src.systems.metadata.data import dataset
 from src.systems.metadata.data.annotations import Document
 from src.systems.metadata.gains import Gains, check_columns, check_fits, measure, select
@@ -51,10 +46,10 @@ class Config(TrainingRecipe):
             return data.iterate(places, "val")
 
         check_columns(self.gains, documents)
-        if folder := _tokenizer_folder(self.model, places):
+        if source := self.model.find_tokenizer(places):
             from src.data.text import tokenizers
 
-            maker = data.make_maker(tokenizers.load(folder, self.model.new_tokens()))
+            maker = data.make_maker(tokenizers.load(source.folder, source.new_tokens))
             check_fits(self.gains, maker, documents)
 
     def training_loss(self) -> Callable[..., Any]:
@@ -82,14 +77,3 @@ class Config(TrainingRecipe):
             causal_lm_loss, begin=require_documents, more_scores=measure_gains if gains else None
         )
         pretraining.train_on_text(self, run, text_training)
-
-
-def _tokenizer_folder(model: ModelConfig, places: Places) -> Path | None:
-    """Folder of the model's tokenizer; None if unknown before the model is built, or if the model cannot be built."""
-    try:
-        call_once(model.check, places)
-    except UserError:
-        return None  # another check reports it
-    while isinstance(model, WrapperConfig):
-        model = model.base
-    return model.tokenizer_folder(places) or (model.folder(places) if isinstance(model, hf.Config) else None)

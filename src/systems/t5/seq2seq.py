@@ -69,9 +69,9 @@ class Config(TrainingRecipe):
                 task.check_splits(places, [split for split in ("val", "test") if task.has_split(places, split)])
 
         def check_targets() -> None:
-            folder = self.model.tokenizer_folder(places)
+            source = self.model.find_tokenizer(places)
             for task in self.tasks_to_predict:
-                call_once(task.check_targets, places, folder)
+                call_once(task.check_targets, places, source)
 
         def check_ranking() -> None:
             for task in self.tasks_to_predict:
@@ -102,7 +102,7 @@ class Config(TrainingRecipe):
             self.check_trainable,
             lambda: self.check_precision(places),
             lambda: call_once(self.data.check, places),
-            lambda: self.data.check_tokenizer(self.model.tokenizer_folder(places)),
+            lambda: self.data.check_tokenizer(places, self.model.find_tokenizer(places)),
             lambda: self.data.check_length(self.model.longest_sequence(places)),
             check_tasks_not_trained,
             check_targets,

@@ -11,7 +11,9 @@ import pytest
 from data_prep import tokenize
 from data_prep.t5 import prepare_task
 from src.experiments.config import Places
-from src.experiments.grid import override
+from src.experiments.grid import override, ref
+from src.experiments.identity import exp_id
+from src.experiments.kinds import TokenizerSource
 from src.experiments.registry import MODELS, bind
 from src.files import new_directory
 from src.support.call_once import call_once, remember_calls
@@ -19,6 +21,7 @@ from tests import toy
 from tests.core.training.parallel.test_memory_plan import FID
 from tests.systems.assistants import train_assistants
 from tests.systems.interleaved import train_pages
+from tests.systems.interleaved.streaming import pages
 from tests.systems.metadata.test_metadata_lm import WITH_GAINS, write_metadata
 from tests.systems.t5 import test_seq2seq
 
@@ -164,12 +167,44 @@ MISTAKES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"data.draw": {"a": {"fraction": 0.01}}},
         r"data\.draw\.a\.fraction: 0\.01 of 24 samples",
     ),
+    "tiles for images of a model without tiles": (
+        train_pages.PAGES,
+        {"model.max_tiles": 1},
+        r"model\.max_tiles: 1, .*data\.images\.max_size \d+ .* 2 tiles per side",
+    ),
+    "images of another family": (
+        override(train_pages.PAGES, {"data.images.max_size": pages.SIDE}),
+        {"data.images.style": "idefics2"},
+        r"data\.images\.style: expected the model's 'idefics3', got 'idefics2'",
+    ),
     "gains from a column that no document has": (
         override(WITH_GAINS, {"data.writing.keys": ["title", "entity", "url"], "data.weights": {"url": 1.0}}),
         {"gains.columns": ["url"]},
         r"gains\.columns: fewer than two documents of the validation split have url",
     ),
 }
+
+
+OTHER_TOKENIZER = {
+    "of text": (TOKENS, "data.corpus"),
+    "of text for T5": (SPANS, "data.corpus"),
+    "of a part": (
+        {**SPANS, "data": {"name": "mixture", "parts": {"a": SPANS["data"], "b": SPANS["data"]}}},
+        "data.parts.b.corpus",
+    ),
+    "of a model with control tokens": (override(TOKENS, {"model.extra_tokens": ["<a>"]}), "data.corpus"),
+}
+
+
+READERS: dict[str, tuple[dict[str, Any], str]] = {
+    "text": (TOKENS, "data.corpus"),
+    "text for T5": (SPANS, "data.corpus"),
+    "a part of a mixture": (
+        {**SPANS, "data": {"name": "mixture", "parts": {"a": SPANS["data"], "b": SPANS["data"]}}},
+        "data.parts.b.corpus",
+    ),
+}
+LORA = {"name": "lora", "rank": 2, "alpha": 4.0, "target_modules": ["c_attn"]}
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +231,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         names = ["--data_path", str(data), "--task", task, "--task_file", str(folder / "own.yaml")]
         assert prepare_task.main([*names, *words]) == 0
     words = [word for split in ("train", "val") for word in (f"--{split}", str(data / "toy_text" / f"{split}.jsonl"))]
-    assert tokenize.main(["--data_path", str(data), "--name", "tokens", "--tokenizer", "toy_tokenizer", *words]) == 0
+    for name, tokenizer in (("tokens", "toy_tokenizer"), ("other_tokens", "pages_tokenizer")):
+        assert tokenize.main(["--data_path", str(data), "--name", name, "--tokenizer", tokenizer, *words]) == 0
     return folder
 
 
@@ -222,6 +258,49 @@ def test_data_that_do_not_fit_are_refused(case: str, folder: Path, capsys: pytes
     code, error = messages(override(exp, changes), folder, capsys)
     assert code == 1
     assert re.search(message, error), error
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("case", READERS)
+def test_token_files_of_another_tokenizer_are_refused(
+    case: str, depth: int, folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Also where the tokenizer is that of a parent which is not trained yet, or of the parent's parent."""
+    exp, path = READERS[case]
+    parents = list[dict[str, Any]]()
+    for _ in range(depth):
+        parents.append(exp)
+        exp = {**exp, "model": ref(exp), "seed": 1}
+    for corpus, code in (("tokens", 0), ("other_tokens", 1)):
+        capsys.readouterr()
+        groups = {"x": [override(exp, {path: corpus})], "parents": parents}
+        assert toy.main(["-e", "x", "--dry-run", "--with-parents"], groups, folder) == code
+        error = capsys.readouterr().err
+        assert bool(re.search(r"error: x\[0\]: .*/other_tokens: .*'pages_tokenizer'", error)) == bool(code), error
+
+
+def test_targets_are_compared_with_the_tokenizer_of_an_untrained_parent(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    child = override(SEQ2SEQ, {"data.task": "told", "data.corpus": "told", "model": ref(SEQ2SEQ)})
+    for tokens, code in ((4, 0), (3, 1)):
+        groups = {"x": [override(child, {"data.target_tokens": tokens})], "parent": [SEQ2SEQ]}
+        assert toy.main(["-e", "x", "--dry-run", "--with-parents"], groups, folder) == code
+    assert "the target 'it is red' has 4 tokens" in capsys.readouterr().err
+
+
+def test_tokenizer_is_found_before_a_model_is_built(folder: Path):
+    experiments = {exp_id(exp): exp for exp in (toy.BASE, train_pages.PAGES)}
+    places = Places(folder / "data", folder / "runs", experiments)
+    toy_tokenizer = TokenizerSource(folder / "data" / "toy_tokenizer")
+    for model in (toy.BASE["model"], ref(toy.BASE), {**LORA, "base": ref(toy.BASE)}):
+        assert bind(MODELS, model).find_tokenizer(places) == toy_tokenizer
+    pages_tokens = tuple(bind(MODELS, train_pages.PAGES["model"]).new_tokens())
+    assert bind(MODELS, ref(train_pages.PAGES)).find_tokenizer(places) == TokenizerSource(
+        folder / "data" / "pages_tokenizer", pages_tokens
+    )
+    for model in (ref(SFT), {"name": "hf", "path": "nowhere"}, {**toy.BASE["model"], "tokenizer": "nowhere"}):
+        assert bind(MODELS, model).find_tokenizer(places) is None
 
 
 def test_a_limit_reads_no_more_rows_than_it_needs(folder: Path, capsys: pytest.CaptureFixture[str]):

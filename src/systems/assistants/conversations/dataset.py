@@ -19,6 +19,7 @@ from src.experiments.batches import TokenBatch
 from src.experiments.config import Config as StrictConfig
 from src.experiments.config import Places, drop_absences
 from src.experiments.interfaces import require_fit
+from src.experiments.kinds import TokenizerSource
 from src.support.call_once import call_once
 from src.systems.assistants.conversations import templates
 from src.systems.assistants.conversations.choices import Tags, draws, window
@@ -102,17 +103,17 @@ class ConversationConfig(ShuffledConfig):
         rows = row_counts.iterate(path, {}, check=check_row)
         return sum(1 for _ in islice((row for row in rows if kind_of(row) in kinds), most))
 
-    def check_tokenizer(self, folder: Path | None) -> None:
-        if folder is not None and folder.is_dir():
-            call_once(self._check_writing, folder)
+    def check_tokenizer(self, places: Places, source: TokenizerSource | None) -> None:
+        if source:
+            call_once(self._check_writing, source)
 
-    def _check_writing(self, folder: Path) -> None:
+    def _check_writing(self, source: TokenizerSource) -> None:
         """Raises DataError if the tokenizer has no end token or its template cannot be trained with."""
         from src.data.text import tokenizers
 
-        if self.writing.template != "tokenizer" and tokenizers.names_end_token(folder):
+        if self.writing.template != "tokenizer" and tokenizers.names_end_token(source.folder):
             return  # without importing transformers, which is slow
-        tokenizer = tokenizers.load(folder)
+        tokenizer = tokenizers.load(source.folder, source.new_tokens)
         if self.writing.template == "tokenizer":
             system = [Message("system", self.writing.system)] if self.writing.system else []
             templates.find("tokenizer", tokenizer).spans([*system, Message("user", "?")], answering=True)

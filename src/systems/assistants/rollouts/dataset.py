@@ -17,6 +17,7 @@ from src.experiments.config import Config as StrictConfig
 from src.experiments.config import Places
 from src.experiments.dataset_protocols import Batch
 from src.experiments.interfaces import DatasetConfig, DatasetField, NewTokens, require_fit
+from src.experiments.kinds import TokenizerSource
 from src.runs.history.branches import Branch
 from src.systems.assistants.conversations import dataset, templates
 from src.systems.assistants.conversations.rendering import Renderer
@@ -96,8 +97,8 @@ class Config(DatasetConfig):
         assert isinstance(self.prompts, dataset.Config), "the validator has checked it"
         check_beginning(jsonl.require_file(jsonl.corpus_folder(places, self.prompts.corpus), "train.jsonl"), keys)
 
-    def check_tokenizer(self, folder: Any) -> None:
-        self.prompts.check_tokenizer(folder)
+    def check_tokenizer(self, places: Places, source: TokenizerSource | None) -> None:
+        self.prompts.check_tokenizer(places, source)
 
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
         assert isinstance(self.prompts, dataset.Config), "the validator has checked it"

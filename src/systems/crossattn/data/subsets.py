@@ -17,7 +17,6 @@ from src.evaluation.metrics import answers
 from src.experiments.config import Places, unknown
 from src.experiments.dataset_protocols import ContextDataset
 from src.experiments.interfaces import ModelConfig
-from src.support.call_once import call_once
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -91,9 +90,8 @@ class RowsConfig(ShuffledConfig):
         limits = [getattr(self, field, None) for field in ("sequence_tokens", "context_tokens", "passage_tokens")]
         if min(limit for limit in limits if limit) >= TEMPLATE_TOKENS:
             return
-        folder = call_once(model.tokenizer_folder, places)
-        if folder and folder.is_dir():
-            self.open([], tokenizers.load(folder, model.new_tokens()), 0, "", "val")
+        if source := model.find_tokenizer(places):
+            self.open([], tokenizers.load(source.folder, source.new_tokens), 0, "", "val")
 
     @abstractmethod
     def open(

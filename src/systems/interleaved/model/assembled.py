@@ -1,6 +1,7 @@
 """A vision-language model from an image encoder, pretrained or new, a pretrained decoder, and a new connector."""
 
 import hashlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -8,7 +9,7 @@ from pydantic import Field, model_validator
 from src.errors import CheckpointError, ConfigError
 from src.experiments.config import Places
 from src.experiments.interfaces import Architecture, ModelConfig
-from src.experiments.kinds import VISION_LANGUAGE
+from src.experiments.kinds import VISION_LANGUAGE, FrameFormat
 from src.models import hf, prepared_tokenizer
 from src.support.call_once import call_once
 from src.systems.interleaved.model import parts
@@ -120,6 +121,9 @@ class Config(ModelConfig):
     def new_tokens(self) -> list[str]:
         return parts.image_tokens(self.max_tiles, self.resampler)
 
+    def tokenizer_folder(self, places: Places) -> Path:
+        return self._text().folder(places)
+
     def architecture(self, places: Places) -> Architecture | None:
         return self._text().architecture(places)
 
@@ -132,9 +136,10 @@ class Config(ModelConfig):
     def kind(self, places: Places | None) -> str:
         return VISION_LANGUAGE
 
-    def frame_sizes(self, places: Places) -> tuple[int, int]:
+    def frame_format(self, places: Places) -> FrameFormat:
         size, patches = self._frame(places)
-        return size, parts.tokens_of_frame(self.scale_factor, self.resampler, patches)
+        tokens = parts.tokens_of_frame(self.scale_factor, self.resampler, patches)
+        return FrameFormat(size, tokens, parts.style_of(self.resampler), self.max_tiles)
 
     def cache_bytes(self, places: Places, value_bytes: int) -> dict[str, int] | None:
         return self._text().cache_bytes(places, value_bytes)

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from src.experiments.config import Places
 from src.experiments.interfaces import Architecture, ModelConfig
-from src.experiments.kinds import VISION_LANGUAGE
+from src.experiments.kinds import VISION_LANGUAGE, FrameFormat
 from src.models import prepared_tokenizer
 from src.systems.interleaved.model import parts
 
@@ -85,9 +85,9 @@ class Config(ModelConfig):
             self._family(), *sizes, num_key_value_heads=self.num_heads, max_positions=self.max_positions
         )
 
-    def frame_sizes(self, places: Places) -> tuple[int, int]:
+    def frame_format(self, places: Places) -> FrameFormat:
         tokens = parts.tokens_of_frame(self.scale_factor, self.resampler, self.vision.patches)
-        return self.vision.frame_size, tokens
+        return FrameFormat(self.vision.frame_size, tokens, parts.style_of(self.resampler), self.max_tiles)
 
     def tokenizer_folder(self, places: Places) -> Path:
         return places.data / self.tokenizer

@@ -70,6 +70,11 @@ class Resampler(StrictConfig):
     """Attention heads."""
 
 
+def style_of(resampler: Resampler | None) -> str:
+    """Family of the model, by transformers' name."""
+    return "idefics2" if resampler else "idefics3"
+
+
 def image_tokens(max_tiles: int, resampler: Resampler | None) -> list[str]:
     """Control tokens for images. With a resampler (Idefics2) there are no tile tokens and no global token."""
     tiles = [f"<row_{row}_col_{column}>" for row in range(1, max_tiles + 1) for column in range(1, max_tiles + 1)]

@@ -1,5 +1,6 @@
 """A pretrained vision-language model from a folder or the Hugging Face cache: SmolVLM, Idefics3 or Idefics2."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, field_validator
@@ -7,7 +8,7 @@ from pydantic import Field, field_validator
 from src.errors import ConfigError
 from src.experiments.config import Places
 from src.experiments.interfaces import Architecture, ModelConfig
-from src.experiments.kinds import VISION_LANGUAGE
+from src.experiments.kinds import VISION_LANGUAGE, FrameFormat
 from src.models import hf
 from src.support.call_once import call_once
 from src.systems.interleaved.model.parts import FAMILIES, Part, complete
@@ -59,18 +60,22 @@ class Config(ModelConfig):
     def architecture(self, places: Places) -> Architecture | None:
         return self._hf_config().architecture(places)
 
+    def tokenizer_folder(self, places: Places) -> Path:
+        return self._hf_config().folder(places)
+
     def fingerprint(self, places: Places) -> str:
         return self._hf_config().fingerprint(places)
 
     def kind(self, places: Places | None) -> str:
         return VISION_LANGUAGE
 
-    def frame_sizes(self, places: Places) -> tuple[int, int]:
+    def frame_format(self, places: Places) -> FrameFormat:
         config = call_once(self._hf_config().load_config, places)
         vision = config.vision_config
         if config.model_type == "idefics2":
-            return vision.image_size, config.perceiver_config.resampler_n_latents
-        return vision.image_size, (vision.image_size // vision.patch_size // config.scale_factor) ** 2
+            return FrameFormat(vision.image_size, config.perceiver_config.resampler_n_latents, "idefics2")
+        tokens = (vision.image_size // vision.patch_size // config.scale_factor) ** 2
+        return FrameFormat(vision.image_size, tokens, "idefics3")
 
     def cache_bytes(self, places: Places, value_bytes: int) -> dict[str, int] | None:
         return self._hf_config().cache_bytes(places, value_bytes)

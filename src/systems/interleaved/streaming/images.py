@@ -68,15 +68,16 @@ class ImagesConfig(StrictConfig):
             )
         return self
 
+    @property
+    def tiles_per_side(self) -> int:
+        """Maximum rows and maximum columns of tiles."""
+        return self.max_size // self.frame_size
+
     def special_tokens(self) -> list[str]:
         """Tokens that the tokenizer must have."""
-        tiles_per_side = self.max_size // self.frame_size
-        tiles = [
-            f"<row_{row}_col_{column}>"
-            for row in range(1, tiles_per_side + 1)
-            for column in range(1, tiles_per_side + 1)
-        ]
-        return [FAKE, IMAGE, *((GLOBAL, *(tiles if tiles_per_side > 1 else ())) if self.style == "idefics3" else ())]
+        count = self.tiles_per_side
+        tiles = [f"<row_{row}_col_{column}>" for row in range(1, count + 1) for column in range(1, count + 1)]
+        return [FAKE, IMAGE, *((GLOBAL, *(tiles if count > 1 else ())) if self.style == "idefics3" else ())]
 
     def grid(self, width: int, height: int) -> Grid:
         """The tiles of an image with this width and height in pixels."""
@@ -142,7 +143,7 @@ class ImageTokens:
         if missing:
             raise DataError(
                 f"model: the tokenizer has no token {missing[0]!r}. "
-                "Use a model that reads images, such as 'vision_language'."
+                "Check data.images.style and max_size, and that the model reads images, such as 'vision_language'."
             )
         self._ids = {token: vocabulary[token] for token in config.special_tokens()}
         self._line = tuple(tokenizer("\n", add_special_tokens=False)["input_ids"])

@@ -38,16 +38,16 @@ def require(tokenizer: "PreTrainedTokenizerFast", num_needed: int, field: str) -
     return _take_first(sentinel_ids(tokenizer), num_needed, field, tokenizer.name_or_path)
 
 
-def require_in_folder(folder: Path | None, num_needed: int, field: str) -> None:
+def require_in_folder(folder: Path, num_needed: int, field: str) -> None:
     """Like `require`, but reads tokenizer.json without loading the tokenizer. Passes if the file is missing."""
     added_tokens = read_added_tokens(folder)
     if added_tokens is not None:
         _take_first(_consecutive_ids(added_tokens, str(folder)), num_needed, field, str(folder))
 
 
-def read_added_tokens(folder: Path | None) -> dict[str, tuple[int, bool]] | None:
+def read_added_tokens(folder: Path) -> dict[str, tuple[int, bool]] | None:
     """(id, whether special) of each added token in tokenizer.json; None if the file is missing or damaged."""
-    if folder is None or not (folder / "tokenizer.json").is_file():
+    if not (folder / "tokenizer.json").is_file():
         return None
     try:
         tokens = read_json(folder / "tokenizer.json", DataError)["added_tokens"]

@@ -5,7 +5,6 @@ sentinels, so there is no padding or truncation. Inputs and targets end with the
 """
 
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydantic import Field, model_validator
@@ -15,6 +14,7 @@ from src.data.text.tokenizers import SafeTokenizer
 from src.errors import ConfigError
 from src.experiments.config import Places
 from src.experiments.interfaces import require_fit
+from src.experiments.kinds import TokenizerSource
 from src.systems.t5.denoising import ngrams, noise, sentinels
 from src.systems.t5.denoising.dataset import DenoisingConfig, SingleObjectiveDataset, mask_rng
 
@@ -51,8 +51,10 @@ class Config(DenoisingConfig):
         if self.ngrams:
             ngrams.require_file(places.data / self.ngrams)
 
-    def check_tokenizer(self, folder: Path | None) -> None:
-        sentinels.require_in_folder(folder, self._lengths()[1].spans, "data.input_tokens")
+    def check_tokenizer(self, places: Places, source: TokenizerSource | None) -> None:
+        super().check_tokenizer(places, source)
+        if source:
+            sentinels.require_in_folder(source.folder, self._lengths()[1].spans, "data.input_tokens")
 
     def count_samples(self, tokens: int, documents: int) -> int:
         return tokens // self._lengths()[0]

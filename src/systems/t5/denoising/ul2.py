@@ -6,7 +6,6 @@ padding. An epoch reads every token once.
 """
 
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from pydantic import Field, model_validator
@@ -17,6 +16,7 @@ from src.errors import ConfigError
 from src.experiments.config import Config as StrictConfig
 from src.experiments.config import Places
 from src.experiments.interfaces import require_fit
+from src.experiments.kinds import TokenizerSource
 from src.systems.t5.denoising import noise, sentinels
 from src.systems.t5.denoising.dataset import DenoisingConfig, mask_rng
 from src.systems.t5.denoising.denoiser_mixture import DenoiserMixture, DenoiserSpec
@@ -107,7 +107,10 @@ class Config(DenoisingConfig):
                 raise ValueError(f"denoisers[{number}]: {error}") from None
         return self
 
-    def check_tokenizer(self, folder: Path | None) -> None:
+    def check_tokenizer(self, places: Places, source: TokenizerSource | None) -> None:
+        super().check_tokenizer(places, source)
+        if source is None:
+            return
         for number, denoiser in enumerate(self.denoisers):
             max_mode_tokens = len(denoiser.mode.encode()) + 1  # at most one per byte, and one more
             if (
@@ -117,7 +120,7 @@ class Config(DenoisingConfig):
             ):
                 room = self.input_tokens - max_mode_tokens
                 num_sentinels = noise.longest_row(room, denoiser.noise_density, denoiser.mean_span_tokens)[1].spans
-                sentinels.require_in_folder(folder, num_sentinels, f"data.denoisers[{number}]")
+                sentinels.require_in_folder(source.folder, num_sentinels, f"data.denoisers[{number}]")
 
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
         require_fit("data.input_tokens", self.input_tokens, max_positions)

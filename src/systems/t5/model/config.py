@@ -135,9 +135,8 @@ class Config(ModelConfig):
         """Fingerprint of the pretrained weights; None for random weights."""
         return None if self.random else self._hf_config().fingerprint(places)
 
-    def tokenizer_folder(self, places: Places) -> Path | None:
-        """Folder of the tokenizer of a random model; None for a pretrained model."""
-        return places.data / self.random.tokenizer if self.random else None
+    def tokenizer_folder(self, places: Places) -> Path:
+        return places.data / self.random.tokenizer if self.random else self._hf_config().folder(places)
 
     def kind(self, places: Places | None) -> str:
         return ENCODER_DECODER

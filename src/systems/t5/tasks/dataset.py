@@ -17,7 +17,7 @@ from src.experiments.batches import Seq2SeqBatch
 from src.experiments.config import Places
 from src.experiments.dataset_protocols import Prediction
 from src.experiments.interfaces import DatasetConfig, NewTokens, require_fit
-from src.experiments.kinds import ENCODER_DECODER
+from src.experiments.kinds import ENCODER_DECODER, TokenizerSource
 from src.files import reading
 from src.systems.t5.denoising import sentinels
 from src.systems.t5.tasks import task_table
@@ -82,7 +82,7 @@ class Config(DatasetConfig):
             _require_columns(task, jsonl.require_file(folder, f"{split}.jsonl"))
         return task
 
-    def check_targets(self, places: Places, tokenizer_folder: Path | None) -> None:
+    def check_targets(self, places: Places, source: TokenizerSource | None) -> None:
         """Raise a UserError if an answer of the task, or a target among the first thousand rows, is refused by `build`.
 
         Loads the tokenizer only if a target has more bytes than it can have tokens.
@@ -96,16 +96,16 @@ class Config(DatasetConfig):
                 rows += islice(row_counts.iterate(path, fields, OPTIONAL), _NUM_CHECKED_ROWS)
             texts = [task.target(row.get("label")) for row in rows]
         room = min(self.target_tokens, self.max_new_tokens or self.target_tokens) - 1 - self.sentinel
-        if tokenizer_folder and tokenizer_folder.is_dir() and any(len(text.encode()) >= room for text in texts):
-            TaskDataset(self, task, rows, tokenizers.load(tokenizer_folder), "")
+        if source and any(len(text.encode()) >= room for text in texts):
+            TaskDataset(self, task, rows, tokenizers.load(source.folder, source.new_tokens), "")
 
     def weight(self, places: Places) -> float | None:
         """Relative number of examples of the task in T5's mixtures; None if they do not include it."""
         return task_table.find_in_corpus(self.task, jsonl.corpus_folder(places, self.corpus)).task.weight
 
-    def check_tokenizer(self, folder: Path | None) -> None:
-        if self.sentinel:
-            sentinels.require_in_folder(folder, 1, "data.sentinel")
+    def check_tokenizer(self, places: Places, source: TokenizerSource | None) -> None:
+        if self.sentinel and source:
+            sentinels.require_in_folder(source.folder, 1, "data.sentinel")
 
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
         require_fit("data.input_tokens", self.input_tokens, max_positions)

@@ -10,7 +10,6 @@ they are numbered after shuffling, in the order in which the encoder reads them.
 
 import copy
 from collections.abc import Container, Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from pydantic import Field, model_validator
@@ -20,6 +19,7 @@ from src.errors import ConfigError, DataError
 from src.experiments.batches import DepthBatch, Seq2SeqBatch
 from src.experiments.config import Places
 from src.experiments.interfaces import Architecture, require_fit
+from src.experiments.kinds import TokenizerSource
 from src.systems.t5.denoising import noise, sentinels
 from src.systems.t5.denoising.dataset import DenoisingConfig, Sample, mask_rng
 from src.systems.t5.denoising.depth.sentence_groups import Groups, Room
@@ -70,13 +70,14 @@ class Config(DenoisingConfig):
         jsonl.require_splits(places, self.corpus)
         super().check(places)
 
-    def check_tokenizer(self, folder: Path | None) -> None:
-        added_tokens = sentinels.read_added_tokens(folder)
-        if added_tokens is not None:
+    def check_tokenizer(self, places: Places, source: TokenizerSource | None) -> None:
+        super().check_tokenizer(places, source)
+        added_tokens = sentinels.read_added_tokens(source.folder) if source else None
+        if source and added_tokens is not None:
             _require_sentence_tokens(
-                [name for name, (_, special) in added_tokens.items() if special], self.num_sentences, str(folder)
+                [name for name, (_, special) in added_tokens.items() if special], self.num_sentences, str(source.folder)
             )
-            sentinels.require_in_folder(folder, 1, "data")
+            sentinels.require_in_folder(source.folder, 1, "data")
 
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
         require_fit("data.input_tokens", self.input_tokens, max_positions)
