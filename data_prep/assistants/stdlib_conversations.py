@@ -1,6 +1,6 @@
 """Write conversations that need no download: `python -m data_prep.assistants.stdlib_conversations`.
 
-Below --data_path are three data sets and a tokenizer of characters, expression_tokenizer:
+Below --data_path are four data sets and a tokenizer of characters, expression_tokenizer:
 expression_tasks: "Write an expression of 7 and 12 that gives 19.", answered by a program; half of the answers are in
 parentheses;
 expression_replies: replies to such tasks from best to worst: right and in parentheses, as people prefer it (in our

@@ -27,7 +27,7 @@ from src.support.command_line import make_parser, parse_arguments, run_command
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command-line options for sampling and for the folders of models."""
     add = parser.add_argument
-    add("--max_new_tokens", type=int, default=100, help="(default: %(default)s)")
+    add("--max_new_tokens", type=int, help="(default: 100, or fewer if the model has no more positions)")
     add(
         "--temperature",
         type=float,
@@ -54,7 +54,8 @@ def generation_options(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ConfigError: a number is out of range.
     """
-    if args.max_new_tokens < 1 or not 0 <= args.temperature < math.inf or not 0 < args.top_p <= 1:
+    too_few = args.max_new_tokens is not None and args.max_new_tokens < 1
+    if too_few or not 0 <= args.temperature < math.inf or not 0 < args.top_p <= 1:
         raise ConfigError(
             "expected --max_new_tokens >= 1, --temperature >= 0, and 0 < --top_p <= 1, "
             f"got {args.max_new_tokens}, {args.temperature:g} and {args.top_p:g}."

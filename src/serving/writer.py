@@ -98,7 +98,8 @@ class Continuation(Writer):
         import torch
 
         ids = torch.tensor([self.prompt(text)], device=self._model.device)
-        require_room(self._model, 0 if self._is_seq2seq else ids.shape[1], options["max_new_tokens"])
+        prompt_tokens = 0 if self._is_seq2seq else ids.shape[1]
+        options["max_new_tokens"] = fit_new_tokens(self._model, prompt_tokens, options["max_new_tokens"])
         end = self._tokenizer.eos_token_id
         with torch.no_grad():
             rows = self._model.generate(
@@ -127,11 +128,19 @@ def stream_to(tokenizer: Any, show: Callable[[str], object]) -> Any:
     return streamer
 
 
-def require_room(model: Any, tokens: int, new_tokens: int) -> None:
-    """Raise ConfigError if `tokens` and `new_tokens` exceed the context of the model."""
+def fit_new_tokens(model: Any, tokens: int, new_tokens: int | None) -> int:
+    """Maximum tokens to generate after a prompt of `tokens`: `new_tokens`, or by default 100, or fewer if the model has
+    no more positions.
+
+    Raises:
+        ConfigError: `tokens` and `new_tokens` exceed the context of the model, or the prompt fills it.
+    """
     longest = getattr(model.config, "max_position_embeddings", None)
+    if new_tokens is None:
+        new_tokens = max(1, min(100, longest - tokens)) if longest else 100
     if longest and tokens + new_tokens > longest:
         raise ConfigError(
             f"{tokens} tokens and --max_new_tokens {new_tokens} exceed the {longest} positions of the model. "
             "Write less, or lower --max_new_tokens."
         )
+    return new_tokens

@@ -5,6 +5,7 @@ except the first token of the text, which has no context without metadata. Wrong
 and marked spans at random places.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from random import Random
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from src.experiments.batches import TokenBatch
 
+log = logging.getLogger(__name__)
 TokenLosses = Callable[["Blocks"], list[list[float]]]
 """`training.validation.token_losses` of a model."""
 TOGETHER = "together"
@@ -173,7 +175,7 @@ def _variants(config: Gains, maker: ExampleMaker, having: Sequence[Document]) ->
     prompts = maker.rewritten(style="prompt", separators=PROMPT) if config.prompt else maker
     return {
         "val_gain": [_both(maker, document) for document in having],
-        "val_gain_control": [_both(maker, document) for document in _wrong(having)],
+        "val_gain_control": [_both(maker, document) for document in _wrong(having, maker)],
         **({"val_gain_prompt": [_both(prompts, document) for document in having]} if config.prompt else {}),
     }
 
@@ -242,7 +244,7 @@ def check_fits(config: Gains, maker: ExampleMaker, documents: Callable[[], Itera
     for names in config.column_groups.values():
         having = _having(documents(), names, config.documents)
         fits = 0
-        for document, wrong in zip(having, _wrong(having), strict=True):
+        for document, wrong in zip(having, _wrong(having, maker), strict=True):
             if len(maker.pieces(document, with_metadata=False)) == 1:  # first, as metadata can have many tags
                 sides = [_both(maker, wrong), *(_both(each, document) for each in makers)]
                 fits += all(map(_is_one_block, sides))
@@ -275,14 +277,21 @@ def _having(documents: Iterable[Document], columns: Sequence[str], most: int) ->
     return matches
 
 
-def _wrong(documents: Sequence[Document]) -> list[Document]:
-    """Return each text with the metadata of another document, and its spans at random places."""
+def _wrong(documents: Sequence[Document], maker: ExampleMaker) -> list[Document]:
+    """Return each text with the metadata of another document, as far as they are written differently, and its spans at
+    random places."""
+    items_of = [_global_items(document) for document in documents]
+    prefixes = [maker.prefix_ids(Document("", tuple(items))) for items in items_of]
+    if any(prefixes) and all(prefix == prefixes[0] for prefix in prefixes):
+        log.warning(
+            "gains: all documents have the same metadata, %r, so the control has no metadata.",
+            maker.prefix(Document("", tuple(items_of[0]))),
+        )
     shuffled = []
     for number, document in enumerate(documents):
         draws = Random(f"wrong metadata/{number}")
-        items_of_document = _global_items(document)
-        others = (_global_items(documents[(number + step) % len(documents)]) for step in range(1, len(documents)))
-        items = next((items for items in others if items != items_of_document), [])
+        others = ((number + step) % len(documents) for step in range(1, len(documents)))
+        items = next((items_of[other] for other in others if prefixes[other] != prefixes[number]), [])
         items = [*items, *_move([item for item in document.items if item.start is not None], len(document.text), draws)]
         shuffled.append(Document(document.text, tuple(items)))
     return shuffled

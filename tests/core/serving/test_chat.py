@@ -45,6 +45,13 @@ def test_metadata_steer_the_text(folder: Path, capsys: pytest.CaptureFixture[str
     assert sum(matches[False]) <= 1
 
 
+@pytest.mark.parametrize("text", ["the cat", " ".join(["cat"] * 60)])
+def test_default_number_of_tokens_fits_the_model(text: str, folder: Path, capsys: pytest.CaptureFixture[str]):
+    assert ask(folder, text, "--temperature", "0") == 0
+    words = capsys.readouterr().out.split()
+    assert len(text.split()) < len(words) <= 64, "the positions of the model"
+
+
 @pytest.mark.parametrize("linearisation", ["nested", "compatible"])
 def test_metadata_are_written_as_in_training(linearisation: str, folder: Path):
     writer, _ = load_writer(folder / "runs" / exp_id(SURE), Places(folder / "data", folder / "runs"))
@@ -83,6 +90,7 @@ def test_lines_are_read_and_sampling_is_that_of_its_seed(
         (["--metadata", "title"], "error: --metadata 'title': expected KEY=VALUE, such as url=docs.python.org."),
         (["--temperature", "nan"], "error: expected --max_new_tokens >= 1"),
         (["--max_new_tokens", "1000"], "--max_new_tokens 1000 exceed the 64 positions of the model"),
+        (["--max_new_tokens", "0"], "error: expected --max_new_tokens >= 1"),
         (["--temperature", "-1"], "error: expected --max_new_tokens >= 1, --temperature >= 0"),
         (["--8bit", "--device", "cpu"], "error: --8bit: needs a GPU, got cpu."),
         (["--device", "abacus"], "error: --device: 'abacus' cannot be used"),

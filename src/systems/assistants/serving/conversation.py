@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from src.errors import ConfigError, DataError
-from src.serving.writer import ConversationTooLong, Writer, is_reset, require_room, stream_to
+from src.serving.writer import ConversationTooLong, Writer, fit_new_tokens, is_reset, stream_to
 from src.systems.assistants.conversations import templates
 from src.systems.assistants.conversations.dataset import ConversationConfig, with_system
 from src.systems.assistants.conversations.entries import Message
@@ -120,7 +120,7 @@ class Talk(Writer):
         import torch
 
         ids = torch.tensor([prompt], device=self._model.device)
-        require_room(self._model, ids.shape[1], options["max_new_tokens"])
+        options["max_new_tokens"] = fit_new_tokens(self._model, ids.shape[1], options["max_new_tokens"])
         with torch.no_grad():
             rows = self._model.generate(
                 ids,

@@ -202,9 +202,9 @@ def test_new_encoder_on_a_pretrained_decoder(more: dict[str, Any], places: Place
         assert torch.equal(model(input_ids=ids).logits[..., :258], other_seed(input_ids=ids).logits[..., :258])
     pairs = zip(*(parameters_by_part(one)["vision"] for one in (model, other_seed)), strict=True)
     assert any(not torch.equal(ours, theirs) for (_, ours), (_, theirs) in pairs)
-    bound = bind(MODELS, raw)
-    bound.check(places)
-    assert sizes(bound, places) == frame_sizes(model)
+    config = bind(MODELS, raw)
+    config.check(places)
+    assert sizes(config, places) == frame_sizes(model)
     wider = {**raw, "vision": {**RANDOM["vision"], "hidden_size": 24}}
     assert len({bind(MODELS, each).fingerprint(places) for each in (raw, wider, {**PARTS, **more})}) == 3
     all_take_part(model)
