@@ -28,25 +28,37 @@ _ROUNDING = 1e-3
 class Preference(StrictConfig):
     """The loss of a pair; see `systems.assistants.preferences.losses.pair_loss`."""
 
-    kind: Literal["sigmoid", "ipo", "robust", "hinge"] = "sigmoid"
+    kind: Literal["sigmoid", "ipo", "robust", "hinge", "apo_zero", "apo_down"] = "sigmoid"
     """The loss function."""
     beta: float = Field(default=0.1, gt=0)
     """Strength of the pull towards the reference model; for ipo this is tau."""
     label_flip_rate: float = Field(default=0.0, ge=0, lt=0.5)
     """Assumed share of wrong preference labels. With kind sigmoid this gives conservative DPO."""
+    reduction: Literal["sum", "mean"] | None = None
+    """Log-probability of a reply: the sum over its tokens, or the mean, which takes the reward from longer replies.
+    None: the mean for ipo, else the sum."""
+    margin: float = Field(default=0.0, ge=0)
+    """Margin by which beta times the log-ratio of the pair should exceed 0, for kind sigmoid. With reduction mean and
+    reference none this is SimPO's gamma (Meng et al. 2024, arXiv 2405.14734, equation 6)."""
     sft_weight: float = Field(default=0.0, ge=0)
     """Weight of the loss on the chosen reply, in nats per token (Pang et al. 2024, arXiv 2404.19733)."""
 
-    reference: Literal["stored", "adapters_off"] = "stored"
+    reference: Literal["stored", "adapters_off", "none"] = "stored"
     """Source of the reference log-probabilities. stored: computed once and saved in the run. adapters_off: computed at
     each step by model `lora` without its adapters, for texts that change with the epoch (tags with dropout) or too many
-    replies to store."""
+    replies to store. none: log-probabilities without a reference, as in CPO and SimPO."""
 
     @model_validator(mode="after")
     def _nothing_is_ignored(self) -> "Preference":
-        if self.kind in ("ipo", "hinge") and self.label_flip_rate:
-            raise ValueError(f"label_flip_rate: {self.kind!r} has no such setting. Remove it.")
+        for field, kinds in (("label_flip_rate", ("sigmoid", "robust")), ("margin", ("sigmoid",))):
+            if getattr(self, field) and self.kind not in kinds:
+                raise ValueError(f"{field}: {self.kind!r} has no such setting. Remove it.")
         return self
+
+    @property
+    def takes_mean(self) -> bool:
+        """Whether log-probabilities are means over tokens."""
+        return (self.reduction or ("mean" if self.kind == "ipo" else "sum")) == "mean"
 
 
 class Config(TrainingRecipe):
@@ -101,16 +113,20 @@ class Config(TrainingRecipe):
                 return [torch.where(first < second, *order)[differ] for order in (both, both[::-1])]
 
             sums = answer_logps(model_logits(model, batch), batch["input_ids"], batch["loss_mask"])
+            reference: Any = 0.0
             if preference.reference == "adapters_off":
                 with adapters_off(model):
                     reference = answer_logps(model_logits(model, batch), batch["input_ids"], batch["loss_mask"]).logps
-            else:
+            elif preference.reference == "stored":
                 reference = batch["reference_logps"]
             ratios = sums.logps - reference
-            loss_ratios = ratios / sums.tokens if preference.kind == "ipo" else ratios
             loss = pair_loss(
-                *pairs(loss_ratios), kind=preference.kind, beta=preference.beta, flip_rate=preference.label_flip_rate
-            )  # fmt: skip
+                *pairs(ratios / sums.tokens if preference.takes_mean else ratios),
+                kind=preference.kind,
+                beta=preference.beta,
+                flip_rate=preference.label_flip_rate,
+                margin=preference.margin,
+            )
             if preference.sft_weight:
                 loss = loss - preference.sft_weight * pairs(sums.logps / sums.tokens)[0].sum()
             chosen_ratios, rejected_ratios = pairs(ratios.detach())

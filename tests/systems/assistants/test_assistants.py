@@ -265,6 +265,8 @@ def test_shuffled_ranks_affect_only_the_training_split(folder: Path):
             "stored references need the same text in each epoch",
         ),
         (DPO, {"preference": {"kind": "ipo", "label_flip_rate": 0.1}}, "'ipo' has no such setting"),
+        (DPO, {"preference": {"kind": "hinge", "margin": 0.1}}, "margin: 'hinge' has no such setting"),
+        (DPO, {"preference": {"kind": "apo_zero", "label_flip_rate": 0.1}}, "'apo_zero' has no such setting"),
         (DPO, {"preference": {"kind": "sigmoidal"}}, "preference.kind"),
         (DPO, {"preference": {"reference": "adapters_off"}}, "only model 'lora' has adapters to switch off"),
         (DPO, {"model": REWARD["model"]}, "expected a decoder"),

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 RankingLoss = Literal["conversations", "pairs"]
-PairLoss = Literal["sigmoid", "ipo", "robust", "hinge"]
+PairLoss = Literal["sigmoid", "ipo", "robust", "hinge", "apo_zero", "apo_down"]
 
 
 class Pairs(NamedTuple):
@@ -130,10 +130,17 @@ def answer_logps(logits_RTV: Tensor, input_ids: Tensor, loss_mask: Tensor) -> An
 
 
 def pair_loss(
-    chosen_P: Tensor, rejected_P: Tensor, *, kind: PairLoss = "sigmoid", beta: float = 0.1, flip_rate: float = 0.0
+    chosen_P: Tensor,
+    rejected_P: Tensor,
+    *,
+    kind: PairLoss = "sigmoid",
+    beta: float = 0.1,
+    flip_rate: float = 0.0,
+    margin: float = 0.0,
 ) -> Tensor:
     """Sum over pairs of a direct preference optimisation loss. chosen_P, rejected_P: log pi(y|x) - log pi_ref(y|x) of
-    each reply, summed over its tokens; for "ipo" the mean over its tokens. flip_rate: assumed share of wrong labels.
+    each reply, summed over its tokens, or their mean. flip_rate: assumed share of wrong labels. margin: subtracted
+    from beta h of "sigmoid".
 
     With h = chosen - rejected and s = log sigmoid:
     sigmoid: -(1 - flip_rate) s(beta h) - flip_rate s(-beta h): Rafailov et al. 2023 (arXiv 2305.18290, equation 7);
@@ -143,13 +150,20 @@ def pair_loss(
     ipo: (h - 1 / (2 beta))^2: Azar et al. 2023 (arXiv 2310.12036, equation 17).
     hinge: max(0, 1 - beta h): Zhao et al. 2023 (arXiv 2305.10425, equation 10), with log-ratios in place of
     log-probabilities.
+    apo_zero: sigmoid(-beta chosen) + sigmoid(beta rejected); apo_down: sigmoid(beta chosen) + sigmoid(-beta h):
+    D'Oosterlinck et al. 2024 (arXiv 2408.06266, equations 7 and 8).
     """
-    margin_P = (chosen_P - rejected_P).float()
+    chosen_P, rejected_P = chosen_P.float(), rejected_P.float()
+    ratio_P = chosen_P - rejected_P
     if kind == "ipo":
-        return (margin_P - 1 / (2 * beta)).square().sum()
+        return (ratio_P - 1 / (2 * beta)).square().sum()
     if kind == "hinge":
-        return F.relu(1 - beta * margin_P).sum()
-    right, wrong = -F.logsigmoid(beta * margin_P), -F.logsigmoid(-beta * margin_P)
+        return F.relu(1 - beta * ratio_P).sum()
+    if kind == "apo_zero":
+        return (torch.sigmoid(-beta * chosen_P) + torch.sigmoid(beta * rejected_P)).sum()
+    if kind == "apo_down":
+        return (torch.sigmoid(beta * chosen_P) + torch.sigmoid(-beta * ratio_P)).sum()
+    right, wrong = -F.logsigmoid(beta * ratio_P - margin), -F.logsigmoid(margin - beta * ratio_P)
     if kind == "robust":
         return (((1 - flip_rate) * right - flip_rate * wrong) / (1 - 2 * flip_rate)).sum()
     return ((1 - flip_rate) * right + flip_rate * wrong).sum()

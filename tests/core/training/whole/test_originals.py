@@ -20,6 +20,7 @@ CosineAnnealingLR to 1e-5 in 16; learning rate 2e-2, no decay of the first two t
 trl: TRL 1.16.0, the losses of DPOTrainer and RewardTrainer for the numbers of `scored` below. pairs: loss_type, beta,
 label_smoothing, and the mean. rewards: margin, center_rewards_coefficient, and the mean, for 2 sin(2.3 i), the first
 half being chosen.
+trl_more: further losses of DPOTrainer ("mean": sigmoid_norm) and, without a reference, of CPOTrainer ("mean": simpo).
 trl_random: the same for random logits and rewards, those of `random_scored` below; before each the seed, which gives
 the shapes too.
 trl_grpo: `_compute_loss` of its GRPOTrainer on four rollouts of up to five tokens, of at most 8:
@@ -29,6 +30,7 @@ tests/systems/assistants/rl/test_policy_maths.py.
 import json
 import zlib
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -39,6 +41,7 @@ from torch import nn
 
 from data_prep.t5.superglue import FORMS
 from src.experiments.config import load
+from src.systems.assistants.dpo import Config, Preference
 from src.systems.assistants.preferences.losses import answer_logps, pair_loss, ranking_loss
 from src.systems.crossattn.model import xc_cache_weights
 from src.systems.t5.denoising import noise
@@ -192,6 +195,34 @@ def rewards_loss(rewards: torch.Tensor, by: Any, margin: float, centring: float)
     pairs = len(rewards) // 2
     of, ranks = torch.arange(2 * pairs) % pairs, torch.arange(2 * pairs) // pairs
     return float(ranking_loss(rewards, of, ranks, by=by, margin=margin, centring=centring)) / pairs
+
+
+@pytest.mark.parametrize("number", range(10))
+def test_further_losses_of_pairs_are_those_of_trl(number: int):
+    kind, beta, reduction, with_reference, margin, expected = originals()["trl_more"][number]
+    preference = load(
+        Preference,
+        {
+            "kind": kind,
+            "beta": beta,
+            "reduction": reduction,
+            "reference": "stored" if with_reference else "none",
+            "margin": margin,
+        },
+        "preference",
+    )
+    recipe = Config.model_construct(preference=preference)
+    logits, ids, mask = make_scores(0.0)
+    order = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])  # pairs follow each other
+    batch = {
+        "input_ids": ids[order],
+        "loss_mask": mask[order],
+        "attention_mask": torch.ones(8, 9),
+        "ranks": torch.tensor([0, 1] * 4),
+        "reference_logps": answer_logps(*make_scores(0.4)).logps[order],
+    }
+    loss, _ = recipe.loss()(lambda **_: SimpleNamespace(logits=logits[order]), batch)
+    assert float(loss) / 4 == pytest.approx(expected, rel=1e-5)
 
 
 def test_losses_of_preferences_are_those_of_trl():
