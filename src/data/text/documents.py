@@ -54,8 +54,8 @@ class TextConfig(ShuffledConfig):
             )
 
     def check_tokenizer(self, places: Places, source: TokenizerSource | None) -> None:
-        folder = jsonl.corpus_folder(places, self.corpus)
-        if source and token_files.is_tokenised(folder):
+        folder = places.data / self.corpus  # `check` reports a missing one
+        if source and folder.is_dir() and token_files.is_tokenised(folder):
             facts = token_files.require(folder)["tokenizer"]
             if source.new_tokens or file_digest(source.folder) != facts["fingerprint"]:
                 tokenizer = tokenizers.load(source.folder, source.new_tokens)

@@ -12,7 +12,8 @@ from src.data.mixture import dataset
 from src.data.mixture.interleaving import Interleaving, rates, shares
 from src.data.orders import feistel_permute
 from src.errors import ConfigError, DataError
-from src.experiments.config import load
+from src.experiments.config import Places, load
+from src.experiments.kinds import TokenizerSource
 from src.experiments.registry import DATASETS, bind, resolved_dict
 
 
@@ -435,9 +436,9 @@ def test_missing_sentinels_of_a_part_are_found_before_the_training(make_tokenize
     make_tokenizer(["<|endoftext|>", *(f"<extra_id_{n}>" for n in range(100))], None).save_pretrained(tmp_path)
     spans = {"name": "span_corruption", "corpus": "t"}
     config = load(dataset.Config, {"parts": {"a": spans, "b": {**spans, "noise_density": 0.5}}}, "data")
-    config.check_tokenizer(None)
+    config.check_tokenizer(Places(tmp_path, tmp_path), None)
     with pytest.raises(ConfigError, match=r"^data.parts.b.input_tokens: masks 128 runs per sequence, .* has 100"):
-        config.check_tokenizer(tmp_path)
+        config.check_tokenizer(Places(tmp_path, tmp_path), TokenizerSource(tmp_path))
 
 
 def test_a_mixture_can_be_a_part_of_another():

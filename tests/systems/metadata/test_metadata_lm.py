@@ -219,7 +219,7 @@ def test_documents_that_do_not_fit_are_refused_before_the_first_step(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     """As for a model whose tokenizer is not known yet."""
-    monkeypatch.setattr("src.systems.metadata.recipe._tokenizer_folder", lambda *_: None)
+    monkeypatch.setattr("src.experiments.interfaces.ModelConfig.find_tokenizer", lambda *_: None)
     exp = override(WITH_GAINS, {"data.sequence_tokens": 8})
     assert toy.main(["-e", "g"], {"g": [exp]}, folder) == 1
     assert "gains.columns: fewer than two of the 32 documents with title" in capsys.readouterr().err

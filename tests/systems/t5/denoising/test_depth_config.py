@@ -3,7 +3,8 @@
 import pytest
 
 from src.errors import ConfigError, DataError
-from src.experiments.config import load
+from src.experiments.config import Places, load
+from src.experiments.kinds import TokenizerSource
 from src.systems.t5.denoising.depth import dataset
 
 
@@ -39,15 +40,17 @@ def test_tokenizer_without_special_tokens_is_refused_without_loading_it(make_tok
     for name, more in {"whole": sentences + names, "one": names, "no_sentinels": sentences}.items():
         make_tokenizer(["<|endoftext|>", *more], None).save_pretrained(tmp_path / name)
     config = load(dataset.Config, {"corpus": "t", "num_sentences": 2}, "data")
-    config.check_tokenizer(None)
-    config.check_tokenizer(tmp_path)
-    config.check_tokenizer(tmp_path / "whole")
+    config.check_tokenizer(Places(tmp_path, tmp_path), None)
+    config.check_tokenizer(Places(tmp_path, tmp_path), TokenizerSource(tmp_path))
+    config.check_tokenizer(Places(tmp_path, tmp_path), TokenizerSource(tmp_path / "whole"))
     with pytest.raises(
         DataError,
         match=r"one: has no special token <eosen>; data\.num_sentences 2 needs <eosen> and <sent_0> to <sent_1>",
     ):
-        config.check_tokenizer(tmp_path / "one")
+        config.check_tokenizer(Places(tmp_path, tmp_path), TokenizerSource(tmp_path / "one"))
     with pytest.raises(DataError, match="no_sentinels: the tokenizer has no sentinels"):
-        config.check_tokenizer(tmp_path / "no_sentinels")
+        config.check_tokenizer(Places(tmp_path, tmp_path), TokenizerSource(tmp_path / "no_sentinels"))
     with pytest.raises(DataError, match=r"<sent_2>; data\.num_sentences 3 needs"):
-        load(dataset.Config, {"corpus": "t", "num_sentences": 3}, "data").check_tokenizer(tmp_path / "whole")
+        load(dataset.Config, {"corpus": "t", "num_sentences": 3}, "data").check_tokenizer(
+            Places(tmp_path, tmp_path), TokenizerSource(tmp_path / "whole")
+        )

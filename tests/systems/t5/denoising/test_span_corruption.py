@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from src.errors import ConfigError, DataError
-from src.experiments.config import load
+from src.experiments.config import Places, load
+from src.experiments.kinds import TokenizerSource
 from src.systems.t5.denoising import span_corruption
 
 CONTROLS = (
@@ -108,15 +109,15 @@ def test_too_few_sentinels_are_found_without_loading_the_tokenizer(make_tokenize
     )
     make_tokenizer(CONTROLS, "<|pad|>").save_pretrained(tmp_path / "hundred")
     make_tokenizer(CONTROLS[:2], "<|pad|>").save_pretrained(tmp_path / "none")
-    dense.check_tokenizer(None)
-    dense.check_tokenizer(tmp_path)
-    sparse.check_tokenizer(tmp_path / "hundred")
+    dense.check_tokenizer(Places(tmp_path, tmp_path), None)
+    dense.check_tokenizer(Places(tmp_path, tmp_path), TokenizerSource(tmp_path))
+    sparse.check_tokenizer(Places(tmp_path, tmp_path), TokenizerSource(tmp_path / "hundred"))
     with pytest.raises(ConfigError, match=r"^data\.input_tokens: masks 128 runs per sequence, .*hundred has 100"):
-        dense.check_tokenizer(tmp_path / "hundred")
+        dense.check_tokenizer(Places(tmp_path, tmp_path), TokenizerSource(tmp_path / "hundred"))
     with pytest.raises(DataError, match="none: the tokenizer has no sentinels"):
-        sparse.check_tokenizer(tmp_path / "none")
+        sparse.check_tokenizer(Places(tmp_path, tmp_path), TokenizerSource(tmp_path / "none"))
     (tmp_path / "none" / "tokenizer.json").write_text("[")
-    sparse.check_tokenizer(tmp_path / "none")
+    sparse.check_tokenizer(Places(tmp_path, tmp_path), TokenizerSource(tmp_path / "none"))
 
 
 def test_too_little_text(build):

@@ -6,7 +6,8 @@ import pytest
 
 from src.data.mixture.interleaving import shares
 from src.errors import ConfigError, DataError
-from src.experiments.config import load
+from src.experiments.config import Places, load
+from src.experiments.kinds import TokenizerSource
 from src.systems.t5.denoising import noise, ul2
 from src.systems.t5.denoising.denoiser_mixture import BLOCK
 
@@ -133,10 +134,12 @@ def test_more_sentinels_than_there_are_is_refused(build):
 def test_too_few_sentinels_are_found_without_loading_the_tokenizer(make_tokenizer, tmp_path):
     make_tokenizer(CONTROLS, "<|pad|>").save_pretrained(tmp_path)
     config = load(ul2.Config, {"corpus": "t"}, "data")
-    config.check_tokenizer(None)
+    config.check_tokenizer(Places(tmp_path, tmp_path), None)
     with pytest.raises(ConfigError, match=r"^data\.denoisers\[3\]: masks 12\d runs per sequence, .* has 100"):
-        config.check_tokenizer(tmp_path)
-    load(ul2.Config, {"corpus": "t", "input_tokens": 400}, "data").check_tokenizer(tmp_path)
+        config.check_tokenizer(Places(tmp_path, tmp_path), TokenizerSource(tmp_path))
+    load(ul2.Config, {"corpus": "t", "input_tokens": 400}, "data").check_tokenizer(
+        Places(tmp_path, tmp_path), TokenizerSource(tmp_path)
+    )
 
 
 @pytest.mark.parametrize(
