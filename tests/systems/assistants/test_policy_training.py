@@ -6,6 +6,7 @@ import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +18,9 @@ from src.experiments.config import Places
 from src.experiments.grid import override, ref
 from src.experiments.identity import exp_id
 from src.experiments.interfaces import load_experiment
-from src.experiments.registry import METRICS
+from src.experiments.registry import METRICS, MODELS, bind
 from src.operations import interventions
+from src.systems.assistants.rewards.reward_model import find_served
 from src.systems.assistants.rl import scoring
 from src.systems.assistants.rl.scoring import require_scores
 from src.systems.assistants.rollouts import prompts
@@ -346,6 +348,18 @@ def test_run_without_its_server_stops_with_code_75(
     assert "waited 0 s for" in (run_of(tmp_path / "world", PPO_WITH_REWARD_MODEL) / "ledger.jsonl").read_text()
     monkeypatch.delenv(variable)
     assert toy.main(["-e", "x"], {"x": [PPO_WITH_REWARD_MODEL]}, tmp_path / "world") == 0
+
+
+def test_server_is_refused_for_a_model_of_no_experiment(folder: Path, tmp_path: Path):
+    """Its weights could be any, so their digest says nothing about the server."""
+    places = Places(folder / "data", folder / "runs")
+    pretrained: Any = bind(MODELS, SFT["model"]).build(places)
+    pretrained.save_pretrained(tmp_path / "pretrained")
+    talk.tokenizer().save_pretrained(tmp_path / "pretrained")
+    setting: Any = SimpleNamespace(places=places, wait=None)
+    model = bind(MODELS, {"name": "reward", "base": {"name": "hf", "path": str(tmp_path / "pretrained")}})
+    with pytest.raises(ConfigError, match="servers only have models of experiments, and x is not one"):
+        find_served("TRITON_HOST_RM", "x", model, setting)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,9 @@ from pydantic import Field, model_validator
 
 from src.errors import ConfigError, RunError
 from src.experiments.config import Places
-from src.experiments.interfaces import ModelConfig, ModelField
+from src.experiments.interfaces import ModelConfig, ModelField, WrapperConfig
 from src.experiments.kinds import REWARD
+from src.models import trained_model
 from src.support.call_once import call_once
 from src.systems.assistants.rewards.interface import RewardConfig, RewardSetting, Rollout, Scorer
 from src.systems.assistants.rewards.remote import RemoteModel
@@ -75,8 +76,11 @@ def find_served(variable: str, field: str, model: ModelConfig, setting: RewardSe
     Raises:
         ConfigError: the model is not from an experiment, or an address is malformed.
     """
+    inner = model
+    while isinstance(inner, WrapperConfig):
+        inner = inner.base
     identity, folder = model.identity(setting.places), model.tokenizer_folder(setting.places)
-    if identity is None or folder is None:
+    if identity is None or folder is None or not isinstance(inner, trained_model.Config):
         raise ConfigError(
             f"{variable}: servers only have models of experiments, and {field} is not one. "
             "Use ref(...), or unset the variable."
