@@ -11,9 +11,9 @@ from typing import Any
 
 import panel as pn
 
-from results import answers, run_page
+from results import answers
 from results.lineage import tree
-from results.pages import chart, markup, overview, panes
+from results.pages import chart, markup, overview, panes, run_page
 from src.errors import ConfigError, UserError, print_errors
 from src.support.served_page import add_address, serve_page
 from src.tables import curves, lineage, results

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field, model_validator
@@ -194,4 +195,4 @@ class TrainingRecipe(RecipeConfig):
         if self.loop:
             fit(spec, run, self.loop, self.seed)
         elif self.evaluation and spec.finish:
-            evaluate_only(spec.model, run, self.evaluation, spec.evaluate, spec.finish)
+            evaluate_only(spec.model, run, self.evaluation, partial(spec.scores, last_step=0), spec.finish)

@@ -70,6 +70,7 @@ BAD_INPUT = {
     "results.rollouts": ["none"],
     "results.answers": ["none"],
     "results.clean": ["none"],
+    "results.compare": ["none", "none"],
     "results.diff": ["aaaa", "bbbb", "--runs", "none"],
     "results.lineage": ["none"],
     "results.metadata": ["none"],
@@ -77,7 +78,7 @@ BAD_INPUT = {
     "results.plot": ["none"],
     "results.report": ["none"],
     "results.rescore": ["none.jsonl", "--metric", "squad"],
-    "results.run_page": ["none"],
+    "results.pages.run_page": ["none"],
     "results.share": ["none", "-o", "shared.zip"],
     "results.table": ["none"],
 }

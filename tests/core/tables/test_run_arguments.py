@@ -6,25 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from results import (
-    answers,
-    clean,
-    diff,
-    lineage,
-    metadata,
-    note,
-    plot,
-    report,
-    rollouts,
-    run_page,
-    share,
-    table,
-)
+from results import answers, clean, diff, lineage, metadata, note, plot, report, rollouts, share, table
+from results.pages import run_page
 from src.runs.run_dir import RunDir
 from src.tables import run_arguments
 
 COMMANDS: dict[str, Callable] = {
-    module.__name__.partition(".")[2]: module.main
+    module.__name__.rpartition(".")[2]: module.main
     for module in (answers, clean, diff, lineage, metadata, note, plot, report, rollouts, run_page, share, table)
 }
 NUMBER = {"diff": 2, "metadata": 1, "rollouts": 1, "run_page": 1}
