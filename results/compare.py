@@ -24,7 +24,6 @@ from src.tables.results import FINISHED, Row
 from src.tables.terminal_table import draw_rich, plain
 
 _ID_START = re.compile(r"[0-9a-f]{4,128}")
-_PER_BYTE = ("val_bits_per_byte",)
 
 
 @dataclass
@@ -97,7 +96,7 @@ def make_report(  # noqa: PLR0913  call sites pass the optional ones by name
         raise ConfigError(f"{' '.join(candidates)}: selects only the base. Name another experiment.")
     results.check_known("score", [metric], results.score_names(rows), "--metric")
     for family in families:
-        warnings += comparability.require_same_evaluation(of_base[0], family, metric not in _PER_BYTE)
+        warnings += comparability.require_same_evaluation(of_base[0], family, metric != comparability.PER_BYTE)
     comparisons = compare(of_base[0], families, metric, lowest, min_effect, seed)
     for family in (of_base[0], *families):
         unfinished = [row["exp_id"][:8] for row in family.rows if row["state"] not in FINISHED]
@@ -168,15 +167,14 @@ def to_dict(report: Report, seed: str = results.SEED) -> dict[str, Any]:
 
 
 def missing_commands(report: Report, runs: Path, seed: str = results.SEED) -> list[str]:
-    """Commands that train the further seeds which open_comparisons comparisons need, on both sides.
+    """Commands that train the further seeds which open comparisons need, on both sides.
 
     Raises:
         ConfigError: a run has a parent, which can differ between seeds.
     """
     open_comparisons = [each for each in report.comparisons if each.verdict == SAME and each.more_seeds]
-    used_seeds = [
-        row.get(seed) for each in (report.base, *(c.candidate for c in open_comparisons)) for row in each.rows
-    ]
+    families = [report.base, *(each.candidate for each in open_comparisons)] if open_comparisons else []
+    used_seeds = [row.get(seed) for family in families for row in family.rows]
     first = max((value for value in used_seeds if isinstance(value, int)), default=-1) + 1
     commands = []
     for family in families:

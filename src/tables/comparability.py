@@ -14,6 +14,8 @@ from src.runs.store import DIFF, VALIDATION, SavedRun
 from src.tables.curves import PERF
 from src.tables.results import SEED, Row, config_keys, spell
 
+PER_BYTE = "val_bits_per_byte"
+"""The score that can be compared between tokenizers."""
 _EVALUATION_KEYS = ("answers", "gains", "inference", "sampled")
 """Parts of an experiment that set how its model is evaluated, in addition to keys that start with "val_"."""
 _MAX_COVERAGE_RATIO = 1.1

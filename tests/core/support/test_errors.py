@@ -76,6 +76,7 @@ BAD_INPUT = {
     "results.metadata": ["none"],
     "results.note": ["none"],
     "results.plot": ["none"],
+    "results.progress": ["none"],
     "results.report": ["none"],
     "results.rescore": ["none.jsonl", "--metric", "squad"],
     "results.pages.run_page": ["none"],
