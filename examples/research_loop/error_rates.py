@@ -19,6 +19,8 @@ from src.tables.comparison import BETTER, SAME
 
 FIRST_SEED = 1000
 IMPROVEMENT = {"loop.learning_rate": 4e-3}
+TOKENS = 10_240
+"""Budget of a run: a quarter of that of the loop."""
 
 
 def main() -> int:
@@ -30,8 +32,9 @@ def main() -> int:
     options = parser.parse_args()
     count = options.repetitions
     seeds = [tuple(range(FIRST_SEED + 6 * i, FIRST_SEED + 6 * i + 6)) for i in range(count)]
-    base_ids = loop.train({}, options, tuple(seed for six in seeds for seed in six))
-    better_ids = loop.train(IMPROVEMENT, options, tuple(seed for six in seeds for seed in six[:3]))
+    budget = {"loop.budget.tokens": TOKENS, "data.val_sequences": 32}
+    base_ids = loop.train(budget, options, tuple(seed for six in seeds for seed in six))
+    better_ids = loop.train({**budget, **IMPROVEMENT}, options, tuple(seed for six in seeds for seed in six[:3]))
     if base_ids is None or better_ids is None:
         raise SystemExit("error: a run failed; its log is in the save directory.")
     for min_effect in (0.0, loop.MIN_EFFECT):

@@ -110,7 +110,7 @@ def evaluation_digest(root: Path = ROOT) -> str:
     return _digest(
         root,
         lambda name: (
-            name.as_posix().startswith(_EVALUATION) or (name.parts[0] == "systems" and name.parts[2] != "model")
+            name.as_posix().startswith(_EVALUATION) or (name.parts[0] == "systems" and "model" not in name.parts)
         ),
     )
 

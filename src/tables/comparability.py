@@ -2,7 +2,8 @@
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,12 @@ class Family:
     rows: list[Row]
     folder: Path
     """The folder of runs."""
-    records: dict[str, Mapping[str, Any]] = field(default_factory=dict)
-    """validation.json by id, of runs that have it for their last scores."""
 
-    def __post_init__(self) -> None:
-        for row in self.rows:
-            record = read_json(self.folder / row["exp_id"] / VALIDATION, RunError, None)
-            if isinstance(record, dict) and record.get("step") == row["step"]:
-                self.records[row["exp_id"]] = record
+    @cached_property
+    def records(self) -> dict[str, Mapping[str, Any]]:
+        """validation.json by id, of runs that have it for their last scores."""
+        of_runs = [(row, read_json(self.folder / row["exp_id"] / VALIDATION, RunError, None)) for row in self.rows]
+        return {row["exp_id"]: record for row, record in of_runs if record and record["step"] == row["step"]}
 
     @property
     def runs(self) -> list[SavedRun]:
