@@ -114,6 +114,8 @@ def test_a_minimum_effect_is_required(tmp_path: Path, capsys: pytest.CaptureFixt
     for effect, verdict in (("0.15", "better"), ("0.25", "not distinguishable")):
         (candidate,) = report(capsys, tmp_path, "rate0.1", "rate0.2", "--min-effect", effect)["candidates"]
         assert candidate["verdict"] == verdict
+        if verdict == "better":
+            assert candidate["p"] == pytest.approx(stats.ttest_1samp([-0.2, -0.19, -0.2], -float(effect))[1])
 
 
 def test_number_of_missing_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -94,8 +94,9 @@ def token_bytes(tokenizer: "PreTrainedTokenizerFast") -> list[int] | None:
     if "ByteLevel" not in decoder and "ByteFallback" not in decoder:
         return None
     added_tokens = tokenizer.added_tokens_decoder
-    sizes = [0] * len(tokenizer)
-    for text, index in tokenizer.get_vocab().items():
+    vocabulary = tokenizer.get_vocab()
+    sizes = [0] * (max(vocabulary.values()) + 1)  # ids can have gaps
+    for text, index in vocabulary.items():
         if index in added_tokens:
             sizes[index] = 0 if added_tokens[index].special else len(text.encode())
         elif "ByteLevel" in decoder:
