@@ -14,6 +14,27 @@ from src.systems.interleaved.groups import GROUPS as INTERLEAVED
 from src.systems.metadata.groups import GROUPS as METADATA
 from src.systems.t5.groups import GROUPS as T5
 
+# The base of examples/research_loop, with a learning rate that is 10 times too low.
+RESEARCH_TINY = override(
+    BASE_TINY,
+    {
+        "model.hidden_size": 64,
+        "model.num_layers": 2,
+        "model.num_heads": 4,
+        "data.sequence_tokens": 64,
+        "loop": {
+            "budget": {"tokens": 40_960},
+            "sequences_per_step": 8,
+            "micro_batch": 4,
+            "learning_rate": 4e-4,
+            "schedule": "cosine",
+            "warmup_rate": 0.1,
+            "weight_decay": 0.1,
+            "eval_every": 1000,
+        },
+    },
+)
+
 EXP_GROUPS = {
     **ASSISTANTS,
     **ASSISTANT_PRESETS,
@@ -25,6 +46,7 @@ EXP_GROUPS = {
         where=lambda e: (e["model"]["num_layers"], e["model"]["stride"]) in [(1, 1), (2, 1), (2, 2), (3, 1)],
     ),
     **DEMO,
+    "research_tiny": [RESEARCH_TINY],
     **CROSSATTN,
     **CONTEXT_BASELINES,
     **METADATA,

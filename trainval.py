@@ -105,7 +105,7 @@ def act(args: argparse.Namespace) -> int:
     problems = plan.find_problems(items, places, reset, pending_ids, args.micro_batch, target is None, store)
     messages = plan.merge_problems(problems, all_items)
     if args.dry_run:
-        return show(items, problems, messages, store) | (show_memory(args, items, places) if args.memory else 0)
+        return show(items, problems, messages, store, places) | (show_memory(args, items, places) if args.memory else 0)
     if problems:
         raise ConfigError("\n".join(messages))
     return submit(target, args, items, selected_ids, places) if target else train(args, items, selected_ids, places)
@@ -151,13 +151,15 @@ def choose(experiments: Sequence[Any], where: str, store: Any) -> list[Any]:
     return [item for item in experiments if item.exp_id in selected_ids]
 
 
-def show(items: Sequence[Any], problems: dict[str, list[str]], messages: Sequence[str], store: Any) -> int:
-    """Print the plan and all problems; return exit code 1 if there is a problem."""
+def show(items: Sequence[Any], problems: dict[str, list[str]], messages: Sequence[str], store: Any, places: Any) -> int:
+    """Print the plan, with the steps of budgets, and all problems; return exit code 1 if there is a problem."""
     done = 0
     for item in items:
         state = store[item.exp_id].state_or_damage
         done += state == "done" and item.exp_id not in problems
-        print(f"{item.exp_id}  {item.where:<30}  {state}")
+        has_budget = (item.exp.get("loop") or {}).get("budget") and item.exp_id not in problems
+        steps = f"  {item.recipe.with_steps(places).loop.steps} steps" if has_budget else ""
+        print(f"{item.exp_id}  {item.where:<30}  {state}{steps}")
     complain("\n".join(messages))
     not_ready = f", {len(problems)} that cannot run" if problems else ""
     print(
@@ -292,8 +294,9 @@ def run_one(item: Any, reset: int, places: Any, options: Any, micro_batch: int |
             **describe(sys.argv, (places.runs, places.data)),
             "torch": torch_settings.describe(),
         }
-        resolved = resolved_dict(item.recipe, key="recipe")
-        run_dirs.append(RunDir.open(places.runs, item.exp, resolved, recipe=item.recipe, reset=reset, facts=facts))
+        recipe = item.recipe.with_steps(places)
+        resolved = resolved_dict(recipe, key="recipe")
+        run_dirs.append(RunDir.open(places.runs, item.exp, resolved, recipe=recipe, reset=reset, facts=facts))
         return run_dirs[0].saved_run.status["state"]
 
     distributed.defer_stop()  # until `carry_out` handles the status
@@ -326,7 +329,7 @@ def carry_out(item: Any, run: Any) -> None:
     try:
         try:
             distributed.allow_stop()
-            item.recipe.run(run)
+            item.recipe.with_steps(run.places).run(run)
         finally:
             distributed.defer_stop()  # no signal prevents writing the status
     except KeyboardInterrupt:

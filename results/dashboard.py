@@ -8,12 +8,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import panel as pn
 
-from results import answers, run_page
+from results import answers, progress
 from results.lineage import tree
-from results.pages import chart, markup, overview, panes
+from results.pages import chart, markup, overview, panes, run_page
 from src.errors import ConfigError, UserError, print_errors
 from src.support.served_page import add_address, serve_page
 from src.tables import curves, lineage, results
@@ -210,7 +211,9 @@ class Dashboard:
         self._colours = table.colours
         self.results.fill([panes.COLOUR, *table.headings] if lines else [], lines, [set[int](), *table.best_lines])
         same = f"In all rows: {', '.join(table.same)}." if table.same else ""
-        panes.show_html(self.result_note, "".join(map(markup.note, filter(None, [same, *table.remarks]))))
+        has_page = self.has_links and self.group.value != ALL
+        link = markup.link(f"progress/{quote(self.group.value, '')}", "Progress of the group") if has_page else ""
+        panes.show_html(self.result_note, "".join(map(markup.note, filter(None, [same, *table.remarks]))) + link)
 
     def show_curves(self) -> None:
         """Update the learning curves if a row or an option has changed."""
@@ -401,12 +404,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     overview.load(
         options.runs, None, _saved.setdefault(options.runs.resolve(), overview.Saved(options.runs))
     )  # fill the cache for the first page
-    page_of_run = {"run/([0-9a-f]{8,128})": lambda name: run_page.render(options.runs / name)}
+    pages = {
+        "run/([0-9a-f]{8,128})": lambda name: run_page.render(options.runs / name),
+        "progress/([^/]+)": lambda group: progress.render(options.runs, group),
+    }
     serve_page(
         lambda: app(options.runs, options.group, has_links=True),
         options,
         f"Experiments · {options.runs.name}",
-        page_of_run,
+        pages,
     )
     return 0
 

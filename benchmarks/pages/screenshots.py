@@ -15,7 +15,8 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
-from results import plot, report, run_page
+from results import plot, report
+from results.pages import run_page
 from src.tables import results
 
 ROOT = Path(__file__).resolve().parents[2]

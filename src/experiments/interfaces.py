@@ -288,7 +288,15 @@ class RecipeConfig(Component):
 
     def check(self, places: Places) -> None:
         """Raise one ConfigError with a line for everything that is known to fail."""
-        check_all(*self.checks(places))
+        check_all(*self.with_steps(places).checks(places))
+
+    def with_steps(self, places: Places) -> Self:
+        """The experiment with the number of optimizer steps that it leaves open; itself if it states the number.
+
+        Raises:
+            UserError: the number cannot be computed.
+        """
+        return self
 
     def check_device(self) -> None:
         """Raise a ConfigError if this machine, where the experiment will run, does not have the required device."""

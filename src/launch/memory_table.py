@@ -12,7 +12,16 @@ from src.support.command_line import aligned_lines
 
 PARTS = ("weights", "gradients", "optimizer", "copies", "activations", "logits")
 """Keys of `parts` in a memory plan."""
-LOOP_SETTINGS = ("steps", "sequences_per_step", "micro_batch", "optimizer", "label_smoothing", "z_loss", "precision")
+LOOP_SETTINGS = (
+    "steps",
+    "budget",
+    "sequences_per_step",
+    "micro_batch",
+    "optimizer",
+    "label_smoothing",
+    "z_loss",
+    "precision",
+)
 """Settings of the loop that a memory plan depends on."""
 
 

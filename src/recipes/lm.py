@@ -21,7 +21,7 @@ class Config(TrainingRecipe):
         return self
 
     def checks(self, places: Places) -> list[Callable[[], object]]:
-        return pretraining.checks(self, places, pretraining.score_names())
+        return pretraining.checks(self, places, [*pretraining.score_names(), pretraining.BITS_PER_BYTE])
 
     def training_loss(self) -> Callable[..., Any]:
         from src.training.loss import causal_lm_loss
@@ -32,4 +32,4 @@ class Config(TrainingRecipe):
         """Train or evaluate; see `pretraining.train_on_text` for the scores. Collective."""
         from src.training.loss import causal_lm_loss
 
-        pretraining.train_on_text(self, run, pretraining.TextTraining(causal_lm_loss))
+        pretraining.train_on_text(self, run, pretraining.TextTraining(causal_lm_loss, bits_per_byte=True))

@@ -20,7 +20,7 @@ from src.support.call_once import call_once
 if TYPE_CHECKING:
     import torch
 
-    from src.training.validation import LossSums
+    from src.training.validation import LossSums, SampleSums
 
     Count = Callable[[Mapping[str, torch.Tensor]], float]
     MoreScores = Callable[[Any, "Scorer"], dict[str, float]]
@@ -42,6 +42,9 @@ def require_text(recipe: TrainingRecipe, model_kind: str, data_kind: str | None 
             f"data: {data.name!r} is for {KINDS[data.reader]}; this recipe reads data for {KINDS[expected_reader]}. "
             "Use other data, or another recipe."
         )
+
+
+BITS_PER_BYTE = "val_bits_per_byte"
 
 
 def score_names(sum_names: Sequence[str] = ()) -> list[str]:
@@ -72,6 +75,9 @@ class TextTraining:
 
     loss: Callable[..., Any]
     """(model, batch) -> summed loss of an evaluation, and optional named sums."""
+    bits_per_byte: bool = False
+    """Whether an evaluation reports val_bits_per_byte, if the tokens of the tokenizer add up to the text. For losses
+    that are cross entropies of the tokens of a text."""
     accuracy: bool = False
     """Whether an evaluation reports val_accuracy, the share of tokens with the highest logit."""
     reported_sums: Sequence[str] = ()
@@ -91,16 +97,17 @@ class TextTraining:
 def train_on_text(recipe: TrainingRecipe, run: Run, how: TextTraining) -> None:
     """Train or evaluate. Collective.
 
-    Scores: train_loss, val_loss (nats per token), val_perplexity, the val_loss of each part of a mixture, and the
-    recipe's own.
+    Scores: train_loss, val_loss (nats per token), val_perplexity, val_bits_per_byte, the val_loss of each part of a
+    mixture, and the recipe's own. The last evaluation writes `evaluation.validation_record`.
     """
     import torch
 
     from src.data.text import tokenizers
+    from src.evaluation import validation_record
     from src.training.checkpointing.checkpoint import CheckpointMetadata
     from src.training.spec import TrainSpec
     from src.training.state import fingerprints
-    from src.training.validation import LossSums, count_loss_tokens
+    from src.training.validation import LossSums, SampleSums, count_loss_tokens
 
     loss, reported_sums, count = how.loss, how.reported_sums, how.count or count_loss_tokens
     torch.manual_seed(recipe.seed)
@@ -114,14 +121,21 @@ def train_on_text(recipe: TrainingRecipe, run: Run, how: TextTraining) -> None:
     if how.prepare:
         train, val = how.prepare(model, train, val)
 
-    def evaluate(accelerator: Any) -> dict[str, float]:
-        scorer = Scorer(model, tokenizer, loss, recipe.micro_batch, accelerator.device, how.accuracy, count)
+    sizes = tokenizers.token_bytes(tokenizer) if how.bits_per_byte else None
+    token_bytes = None if sizes is None else torch.tensor(sizes)
+    val_parts = getattr(val, "parts", {"": val})
+
+    def evaluate(accelerator: Any, samples: list[SampleSums] | None = None) -> dict[str, float]:
+        table = None if token_bytes is None else token_bytes.to(accelerator.device)
+        scorer = Scorer(model, tokenizer, loss, recipe.micro_batch, accelerator.device, how.accuracy, count, table)
         summing = replace(scorer, loss=recipe.in_chunks(loss))
-        parts = {name: summing.loss_sums(part) for name, part in getattr(val, "parts", {"": val}).items()}
+        parts = {name: summing.loss_sums(part, samples) for name, part in val_parts.items()}
         whole = LossSums.total(parts.values())
         scores = {"val_loss": whole.loss}
         if not reported_sums:
             scores["val_perplexity"] = float(torch.tensor(whole.loss).exp())
+        if whole.text_bytes:
+            scores[BITS_PER_BYTE] = whole.bits_per_byte
         if how.accuracy:
             scores["val_accuracy"] = whole.accuracy
         for name, part in {"": whole, **(parts if len(parts) > 1 else {})}.items():
@@ -131,9 +145,18 @@ def train_on_text(recipe: TrainingRecipe, run: Run, how: TextTraining) -> None:
             scores |= {f"val_loss/{name}": part.loss} if name else {}
         return scores | (how.more_scores(val, scorer) if how.more_scores else {})
 
+    def evaluate_last(accelerator: Any, step: int) -> dict[str, float]:
+        samples: list[SampleSums] = []
+        scores = evaluate(accelerator, samples)
+        validation_record.write(run, step, val_parts, samples)
+        return scores
+
     about = CheckpointMetadata(resolved_dict(recipe.model), tokenizer)
     finish = None if recipe.loop else lambda _: {}
-    spec = TrainSpec(model, about, train, inputs, recipe.training_loss(), evaluate, finish, count=count)
+    last = None if reported_sums or how.count else evaluate_last  # else the loss is no mean over tokens
+    spec = TrainSpec(
+        model, about, train, inputs, recipe.training_loss(), evaluate, finish, count=count, evaluate_last=last
+    )
     recipe.fit_or_evaluate(spec, run)
 
 
@@ -148,13 +171,23 @@ class Scorer:
     device: "torch.device"
     measures_accuracy: bool
     count: "Callable[[Mapping[str, torch.Tensor]], float]"
+    token_bytes: "torch.Tensor | None" = None
+    """See `training.validation.measure`."""
 
-    def loss_sums(self, data: Dataset) -> "LossSums":
-        """Sum loss and tokens over all samples. Collective."""
+    def loss_sums(self, data: Dataset, samples: "list[SampleSums] | None" = None) -> "LossSums":
+        """Sum loss and tokens over all samples. Collective. samples: see `training.validation.measure`."""
         from src.training.validation import measure
 
         return measure(
-            self.model, data, self.loss, self.micro_batch, self.device, self.measures_accuracy, count=self.count
+            self.model,
+            data,
+            self.loss,
+            self.micro_batch,
+            self.device,
+            self.measures_accuracy,
+            count=self.count,
+            token_bytes=self.token_bytes,
+            samples=samples,
         )
 
     def token_losses(self, data: Dataset) -> list[list[float]]:

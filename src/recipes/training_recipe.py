@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
 from src.data import row_counts
 from src.errors import ConfigError
-from src.experiments.config import Places
+from src.experiments.config import Places, load
 from src.experiments.interfaces import DatasetField, ModelField, RecipeConfig
 from src.runs.context import Run
 from src.support.call_once import call_once
@@ -80,6 +81,35 @@ class TrainingRecipe(RecipeConfig):
         assert stage is not None, "the validator has checked it"
         return stage.precision, f"{name}.precision"
 
+    def with_steps(self, places: Places) -> Self:
+        """The recipe with the steps of `loop.budget` instead of the budget; itself without a budget."""
+        if self.loop is None or self.loop.budget is None:
+            return self
+        lengths, per_step, why = self.data.batch_lengths(), dict[str, float | None](tokens=None, flops=None), ""
+        if lengths is None:
+            why = f"the batches of {self.data.name!r} data differ in length, so their tokens are unknown."
+        else:
+            per_step["tokens"] = self.loop.sequences_per_step * sum(lengths)
+            if self.loop.budget.flops:
+                per_step["flops"] = self._step_flops(places, self.loop.sequences_per_step)
+                why = "the operations of this model are unknown."
+        steps = self.loop.budget.steps(per_step, why)
+        raw = {**self.loop.model_dump(exclude_unset=True), "steps": steps, "budget": None}
+        return self.model_copy(update={"loop": load(LoopConfig, raw, "loop")})
+
+    def _step_flops(self, places: Places, sequences: int) -> int | None:
+        """FLOPs of a training pass over `sequences`, without loading weights; None if unknown."""
+        import torch
+
+        from src.data.longest_batch import longest_batch
+        from src.training.monitoring.flops import batch_flops
+
+        call_once(self.model.check, places)
+        with torch.device("meta"):
+            model = self.model.build(replace(places, on_paper=True))
+        count = batch_flops(model)
+        return None if count is None else count(longest_batch(self.data, sequences, model.config))
+
     def check_precision(self, places: Places) -> None:
         """Raise ConfigError if weights have the other 16-bit type, or are trained in 16 bits."""
         check_weight_type(*self.precision, self.model, places)
@@ -138,12 +168,13 @@ class TrainingRecipe(RecipeConfig):
         from src.data.longest_batch import longest_batch
         from src.training.parallel.memory_plan import Machines, plan
 
-        if self.loop is None:
+        loop = self.with_steps(places).loop
+        if loop is None:
             raise ConfigError("--memory: the experiment has no loop, so nothing is trained. Remove --memory.")
         with torch.device("meta"):
             model = self.model.build(replace(places, on_paper=True))
-        batch = longest_batch(self.data, self.loop.micro_batch, model.config)
-        return plan(model, self.training_loss(), batch, self.loop, Machines(**machines))
+        batch = longest_batch(self.data, loop.micro_batch, model.config)
+        return plan(model, self.training_loss(), batch, loop, Machines(**machines))
 
     def check_questions(self, places: Places) -> None:
         """Raise a UserError if the data have no questions, no contexts to shuffle, or fewer questions than evaluations
@@ -194,4 +225,4 @@ class TrainingRecipe(RecipeConfig):
         if self.loop:
             fit(spec, run, self.loop, self.seed)
         elif self.evaluation and spec.finish:
-            evaluate_only(spec.model, run, self.evaluation, spec.evaluate, spec.finish)
+            evaluate_only(spec.model, run, self.evaluation, partial(spec.scores, last_step=0), spec.finish)

@@ -11,7 +11,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,8 @@ _SECRET_WORDS = {
 }
 _OTHER_ROOMS = {"launch", "operations", "serving", "sweeps", "tables"}
 """Folders of src without training code: they launch, serve or show trainings."""
+_EVALUATION = ("data/", "evaluation/", "recipes/", "training/loss.py", "training/validation.py")
+"""Starts of the names of modules that make validation data and scores."""
 _IN_ADDRESS = re.compile(r"(\w+://)[^/\s@]+@")
 _HIDDEN = "***"
 
@@ -71,6 +73,7 @@ def describe(command: Sequence[str], leave_out: Sequence[Path] = ()) -> dict[str
         "time": now(),
         "command": redact(command),
         **code_version(ROOT, leave_out),
+        "evaluation_code": evaluation_digest(),
         "python": platform.python_version(),
         "packages": installed_packages(sys.path),
         "platform": platform.platform(),
@@ -97,10 +100,26 @@ def slurm_job(variables: Mapping[str, str]) -> str | None:
 def code_digest(root: Path = ROOT) -> str:
     """Digest of the modules of src that a training can run, without `_OTHER_ROOMS`.
     Equal for a checkout and its snapshots."""
+    return _digest(root, lambda name: name.parts[0] not in _OTHER_ROOMS)
+
+
+@functools.cache
+def evaluation_digest(root: Path = ROOT) -> str:
+    """Digest of the modules of src that make validation data and scores: `_EVALUATION`, and the systems without their
+    models. `results.compare` refuses runs in which it differs."""
+    return _digest(
+        root,
+        lambda name: (
+            name.as_posix().startswith(_EVALUATION) or (name.parts[0] == "systems" and "model" not in name.parts)
+        ),
+    )
+
+
+def _digest(root: Path, includes: Callable[[Path], bool]) -> str:
     digest = hashlib.sha256()
     for path in sorted((root / "src").rglob("*.py")):
         name = path.relative_to(root / "src")
-        if name.parts[0] in _OTHER_ROOMS or any(part.startswith(".") for part in name.parts):
+        if any(part.startswith(".") for part in name.parts) or not includes(name):
             continue
         with contextlib.suppress(OSError):  # such as a broken link
             digest.update(json.dumps([name.as_posix(), hashlib.sha256(path.read_bytes()).hexdigest()]).encode())

@@ -36,6 +36,7 @@ _LOWER_IS_BETTER = {
     "nll",
     "wer",
     "cer",
+    "bits",
     "bpb",
     "bpc",
     "mse",

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, PositiveInt, model_validator
 
 from src.errors import ConfigError
-from src.experiments.config import Config, Places, unknown_text
+from src.experiments.config import Config, Places, added_field, unknown_text
 from src.experiments.interfaces import ModelConfig
 from src.support import distributed
 from src.training.divergence.detector import Config as Divergence
@@ -27,6 +27,37 @@ class EarlyStopping(Config):
     """Smallest change that counts as an improvement."""
 
 
+class Budget(Config):
+    """Size of a training, from which its steps follow: equal on every machine. Set exactly one field. The steps are
+    rounded down."""
+
+    tokens: int | None = Field(default=None, gt=0)
+    """Tokens to read, inputs and targets, with padding."""
+    flops: float | None = Field(default=None, gt=0)
+    """Floating-point operations of the forward and backward passes, as for MFU (src/training/monitoring/flops.py):
+    without recomputation and evaluations."""
+
+    @model_validator(mode="after")
+    def _has_one_unit(self) -> "Budget":
+        if (self.tokens is None) == (self.flops is None):
+            raise ValueError("set exactly one of tokens and flops.")
+        return self
+
+    def steps(self, per_step: Mapping[str, float | None], why_unknown: str) -> int:
+        """Optimizer steps. per_step: tokens and FLOPs of a step; None if unknown.
+
+        Raises:
+            ConfigError: the unit is unknown, or the budget is less than one step.
+        """
+        unit, budget = ("tokens", self.tokens) if self.tokens else ("flops", self.flops)
+        of_step = per_step[unit]
+        if not of_step or budget is None:
+            raise ConfigError(f"loop.budget.{unit}: {why_unknown} Set loop.steps instead.")
+        if budget < of_step:
+            raise ConfigError(f"loop.budget.{unit}: {budget:g} is less than the {of_step:g} of one step. Use more.")
+        return int(budget // of_step)
+
+
 class LoopConfig(Config):
     """Settings of the training loop. An optimizer step reads `sequences_per_step` sequences, `micro_batch` at a time
     per process.
@@ -34,8 +65,10 @@ class LoopConfig(Config):
     The number of accumulated micro-batches follows from these two and the number of processes.
     """
 
-    steps: int = Field(gt=0)
-    """Optimizer steps."""
+    steps: int = Field(default=0, gt=0)
+    """Optimizer steps. Set exactly one of `steps` and `budget`."""
+    budget: Budget | None = added_field(None)
+    """Tokens or operations to train with, instead of `steps`."""
     sequences_per_step: int = Field(gt=0)
     """Sequences per optimizer step, over all processes."""
     micro_batch: int = Field(gt=0)
@@ -94,13 +127,15 @@ class LoopConfig(Config):
 
     @model_validator(mode="after")
     def _consistent(self) -> "LoopConfig":
+        if bool(self.steps) == bool(self.budget):
+            raise ValueError(f"set exactly one of steps and budget; {'both are' if self.steps else 'neither is'} set.")
         if self.sequences_per_step % self.micro_batch:
             raise ValueError(
                 f"sequences_per_step = {self.sequences_per_step} is not "
                 f"a multiple of micro_batch = {self.micro_batch}. Change one of them."
             )
         beyond = [step for step in self.extra_eval_steps if step > self.steps]
-        if beyond:
+        if beyond and self.steps:
             raise ValueError(f"extra_eval_steps: step {beyond[0]} is after the last step, {self.steps}. Remove it.")
         if self.schedule == "polynomial" and self.learning_rate <= POLYNOMIAL_END:
             raise ValueError(
@@ -111,7 +146,7 @@ class LoopConfig(Config):
             raise ValueError(
                 "warmup_rate: schedule 'constant' has no warm-up. Use 'constant_with_warmup', or remove warmup_rate."
             )
-        if self.warmup_start and not round(self.warmup_rate * self.steps):
+        if self.steps and self.warmup_start and not round(self.warmup_rate * self.steps):
             raise ValueError("warmup_start: there is no warm-up. Set warmup_rate, or remove warmup_start.")
         if self.final_rate and self.schedule not in ("linear", "cosine"):
             raise ValueError(f"final_rate: only for schedules 'linear' and 'cosine', got {self.schedule!r}. Remove it.")

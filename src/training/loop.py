@@ -283,8 +283,9 @@ class Loop:
     def evaluate(self) -> dict[str, float]:
         """Evaluate the current model and update the best step."""
         self.spec.model.eval()
+        last_step = self.state.step if self.config.early_stopping or self.state.step == self.config.steps else None
         with self.meter.pause(), self.accelerator.autocast():
-            scores, self.generated = dict(self.spec.evaluate(self.accelerator)), 0  # reset as after a restart
+            scores, self.generated = self.spec.scores(self.accelerator, last_step), 0  # reset as after a restart
         self.spec.model.train(self.spec.dropout)
         self.selection.update(self.state.step, scores)
         return scores

@@ -66,3 +66,11 @@ class TrainSpec:
     experience: Experience | None = None
     dropout: bool = True
     """Whether the model trains with dropout. False for policies, as ratios must refer to the sampling distribution."""
+    evaluate_last: Callable[[Accelerator, int], Mapping[str, float]] | None = None
+    """Like `evaluate`, for the evaluation at the last step; also records it. int: finished optimizer steps."""
+
+    def scores(self, accelerator: Accelerator, last_step: int | None) -> dict[str, float]:
+        """Evaluate the model. last_step: finished steps, if this can be the last evaluation."""
+        if last_step is None or self.evaluate_last is None:
+            return dict(self.evaluate(accelerator))
+        return dict(self.evaluate_last(accelerator, last_step))

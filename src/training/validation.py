@@ -1,6 +1,7 @@
 """Mean token loss over a data set, computed by all processes."""
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -25,6 +26,8 @@ class LossSums(NamedTuple):
     """Tokens with the highest logit at the target; 0 unless accuracy was requested."""
     denominator: float
     """Divisor of `loss_sum`: the number of tokens by default."""
+    text_bytes: int = 0
+    """Bytes of the text of the scored tokens; 0 unless requested."""
     named_sums: Mapping[str, tuple[float, float]] = {}
     """Sum and count of further reported means, by name."""
 
@@ -32,6 +35,11 @@ class LossSums(NamedTuple):
     def loss(self) -> float:
         """Mean loss per token, or per unit of `denominator`."""
         return self.loss_sum / self.denominator
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Summed loss in bits per byte of text, which does not depend on the tokenizer."""
+        return self.loss_sum / math.log(2) / self.text_bytes
 
     @property
     def accuracy(self) -> float:
@@ -51,7 +59,7 @@ class LossSums(NamedTuple):
             name: tuple(map(sum, zip(*(part.named_sums[name] for part in all_parts), strict=True)))
             for name in all_parts[0].named_sums
         }
-        return cls(*map(sum, zip(*(part[:4] for part in all_parts), strict=True)), named_sums)  # type: ignore[arg-type]
+        return cls(*map(sum, zip(*(part[:5] for part in all_parts), strict=True)), named_sums)  # type: ignore[arg-type]
 
 
 def count_true(batches: Sequence[Mapping[str, Tensor]], mask: str) -> int:
@@ -80,6 +88,17 @@ def mean_loss(
     return measure(model, dataset, loss, batch_size, device, count=count).loss
 
 
+class SampleSums(NamedTuple):
+    """Sums over the scored tokens of one sample."""
+
+    number: int
+    nats: float
+    """Cross entropy."""
+    tokens: int
+    text_bytes: int
+    """Bytes of the text of the tokens; 0 if unknown."""
+
+
 @torch.no_grad()
 def measure(  # noqa: PLR0913  call sites pass the optional ones by name
     model: nn.Module,
@@ -90,14 +109,20 @@ def measure(  # noqa: PLR0913  call sites pass the optional ones by name
     accuracy: bool = False,
     *,
     count: Count = count_loss_tokens,
+    token_bytes: Tensor | None = None,
+    samples: list[SampleSums] | None = None,
 ) -> LossSums:
     """Sum the loss over all samples of `dataset`. Collective: each rank reads every W-th batch.
+
+    token_bytes: (V,) int64, bytes of text by token id, to sum as `text_bytes`. samples: receives the sums of each
+    sample on every rank, in order; for losses that are cross entropies over tokens.
 
     Raises:
         distributed.StopTraining: a process received a stop signal.
         TrainingError: the data set has no scored tokens, or the sum of `count` is not positive.
     """
     loss_sum, tokens, correct, denominator, named_sums = 0.0, 0, 0, 0.0, dict[str, list[float]]()
+    text_bytes, local_samples = 0, list[SampleSums]()
 
     def count_correct(logits_NV: Tensor, targets_N: Tensor) -> None:
         nonlocal correct
@@ -107,7 +132,10 @@ def measure(  # noqa: PLR0913  call sites pass the optional ones by name
         for indices, counts in rank_batches(len(dataset), batch_size):
             distributed.stop_together()
             batch = to_device(dataset.collate([dataset.sample(0, i) for i in indices]), device)
-            result = loss(model, batch)
+            groups = torch.arange(len(indices), device=device)
+            by_sample = contextlib.nullcontext() if samples is None else watch_groups(batch, groups, len(indices))
+            with by_sample as sums_B2:
+                result = loss(model, batch)
             value, batch_sums = result if isinstance(result, tuple) else (result, {})
             sums = {name: [float(each) * counts for each in pair] for name, pair in batch_sums.items()}
             named_sums = {
@@ -118,33 +146,24 @@ def measure(  # noqa: PLR0913  call sites pass the optional ones by name
                 loss_sum += float(value)
                 tokens += count_loss_tokens(batch)
                 denominator += count(batch)
+                bytes_B = [0] * len(indices)
+                if token_bytes is not None:
+                    bytes_B = (token_bytes[batch["input_ids"]] * batch["loss_mask"]).sum(dim=1).tolist()
+                    text_bytes += sum(bytes_B)
+                if sums_B2 is not None:
+                    rows = zip(indices, sums_B2.tolist(), bytes_B, strict=True)
+                    local_samples += [SampleSums(i, nats, int(number), size) for i, (nats, number), size in rows]
     flat = [value for pair in named_sums.values() for value in pair]
-    loss_sum, tokens, correct, denominator, *flat = distributed.all_reduce_sum(
-        [loss_sum, tokens, correct, denominator, *flat]
+    loss_sum, tokens, correct, denominator, text_bytes, *flat = distributed.all_reduce_sum(
+        [loss_sum, tokens, correct, denominator, text_bytes, *flat]
     )
+    if samples is not None:
+        samples += sorted(distributed.all_gather_list(local_samples))
     if denominator <= 0:
         raise TrainingError("the evaluation data have no scored tokens. Use other data.")
     pairs = zip(flat[::2], flat[1::2], strict=True)
-    return LossSums(loss_sum, int(tokens), int(correct), denominator, dict(zip(named_sums, pairs, strict=True)))
-
-
-@torch.no_grad()
-def sample_losses(
-    model: nn.Module, dataset: Dataset, loss: Loss, batch_size: int, device: torch.device
-) -> list[tuple[float, int]]:
-    """(summed loss in nats, tokens) of every sample of `dataset`, in order, on every rank. Collective.
-
-    Only for losses that are cross entropies over tokens (`training.loss`). Raises: see `measure`.
-    """
-    losses: list[tuple[int, float, int]] = []
-    for indices, counts in rank_batches(len(dataset), batch_size):
-        distributed.stop_together()
-        batch = to_device(dataset.collate([dataset.sample(0, i) for i in indices]), device)
-        with watch_groups(batch, torch.arange(len(indices), device=device), len(indices)) as sums:
-            loss(model, batch)
-        if counts:
-            losses += [(i, nats, int(tokens)) for i, (nats, tokens) in zip(indices, sums.tolist(), strict=True)]
-    return [(nats, tokens) for _, nats, tokens in sorted(distributed.all_gather_list(losses))]
+    sums = dict(zip(named_sums, pairs, strict=True))
+    return LossSums(loss_sum, int(tokens), int(correct), denominator, int(text_bytes), sums)
 
 
 @torch.no_grad()

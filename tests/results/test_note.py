@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from results import note, report, run_page, table
+from results import note, report, table
 from results.dashboard import Dashboard
-from results.pages import overview
+from results.pages import overview, run_page
 from src.runs.run_dir import RunDir
 from src.runs.store import REMARKS, SavedRun
 from src.tables import results

@@ -10,7 +10,7 @@ from nbclient import NotebookClient
 
 from src.runs.run_dir import RunDir
 
-NOTEBOOK = Path(__file__).resolve().parents[2] / "results" / "results.ipynb"
+NOTEBOOK = Path(__file__).resolve().parents[2] / "results" / "pages" / "results.ipynb"
 
 
 def read() -> nbformat.NotebookNode:

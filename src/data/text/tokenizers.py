@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _BATCH = 256
+_FALLBACK_BYTE = re.compile("<0x[0-9A-F]{2}>")
+_PROBE = "a b  C\n\t1.5 \u00c4\u6f22\U0001f600 end "
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
@@ -95,6 +97,26 @@ def control_ids(tokenizer: "PreTrainedTokenizerFast") -> list[int]:
         for index, token in tokenizer.added_tokens_decoder.items()
         if token.special and index != tokenizer.eos_token_id
     ]
+
+
+def token_bytes(tokenizer: "PreTrainedTokenizerFast") -> list[int] | None:
+    """Bytes of UTF-8 text that each id stands for, 0 for control tokens. None if the tokens of a text do not add up to
+    the text, as with word pieces, or with a blank that the tokenizer adds before a text."""
+    decoder = str(json.loads(tokenizer.backend_tokenizer.to_str())["decoder"])
+    if "ByteLevel" not in decoder and "ByteFallback" not in decoder:
+        return None
+    added_tokens = tokenizer.added_tokens_decoder
+    vocabulary = tokenizer.get_vocab()
+    sizes = [0] * (max(vocabulary.values()) + 1)  # ids can have gaps
+    for text, index in vocabulary.items():
+        if index in added_tokens:
+            sizes[index] = 0 if added_tokens[index].special else len(text.encode())
+        elif "ByteLevel" in decoder:
+            sizes[index] = len(text)  # each character of the vocabulary is a byte
+        else:
+            sizes[index] = 1 if _FALLBACK_BYTE.fullmatch(text) else len(text.replace("\u2581", " ").encode())
+    adds_up = sum(sizes[index] for index in SafeTokenizer(tokenizer).encode(_PROBE)) == len(_PROBE.encode())
+    return sizes if adds_up else None
 
 
 def _describe_error(source: str | Path, error: Exception) -> str:

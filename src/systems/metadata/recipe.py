@@ -32,7 +32,7 @@ class Config(TrainingRecipe):
         return self
 
     def checks(self, places: Places) -> list[Callable[[], object]]:
-        scores = [*pretraining.score_names(), *(self.gains.names() if self.gains else [])]
+        scores = [*pretraining.score_names(), pretraining.BITS_PER_BYTE, *(self.gains.names() if self.gains else [])]
         return [*pretraining.checks(self, places, scores), lambda: self.check_columns(places)]
 
     def check_columns(self, places: Places) -> None:
@@ -74,6 +74,9 @@ class Config(TrainingRecipe):
             return {}
 
         text_training = pretraining.TextTraining(
-            causal_lm_loss, begin=require_documents, more_scores=measure_gains if gains else None
+            causal_lm_loss,
+            bits_per_byte=True,
+            begin=require_documents,
+            more_scores=measure_gains if gains else None,
         )
         pretraining.train_on_text(self, run, text_training)

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 import trainval
-from results import clean, diff, lineage, plot, report, run_page, share, table
-from results.pages import overview
+from results import clean, diff, lineage, plot, report, share, table
+from results.pages import overview, run_page
 from src.files import MANIFEST
 from src.operations import interventions, watchdog
 from tests import damages, toy

@@ -214,7 +214,9 @@ def test_unknown_keys_and_scores_are_named(tmp_path: Path):
         statistics.aggregate(rows, [], ["los"])
 
 
-@pytest.mark.parametrize("name", ["val_loss", "loss", "val_perplexity", "ppl", "train.nll", "word_error_rate/wer"])
+@pytest.mark.parametrize(
+    "name", ["val_loss", "loss", "val_perplexity", "val_bits_per_byte", "ppl", "train.nll", "word_error_rate/wer"]
+)
 def test_losses_are_best_when_low(name: str):
     assert results.lower_is_better(name)
 

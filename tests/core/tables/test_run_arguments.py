@@ -6,26 +6,28 @@ from pathlib import Path
 
 import pytest
 
-from results import (
-    answers,
-    clean,
-    diff,
-    lineage,
-    metadata,
-    note,
-    plot,
-    report,
-    rollouts,
-    run_page,
-    share,
-    table,
-)
+from results import answers, clean, diff, lineage, metadata, note, plot, progress, report, rollouts, share, table
+from results.pages import run_page
 from src.runs.run_dir import RunDir
 from src.tables import run_arguments
 
 COMMANDS: dict[str, Callable] = {
-    module.__name__.partition(".")[2]: module.main
-    for module in (answers, clean, diff, lineage, metadata, note, plot, report, rollouts, run_page, share, table)
+    module.__name__.rpartition(".")[2]: module.main
+    for module in (
+        answers,
+        clean,
+        diff,
+        lineage,
+        metadata,
+        note,
+        plot,
+        progress,
+        report,
+        rollouts,
+        run_page,
+        share,
+        table,
+    )
 }
 NUMBER = {"diff": 2, "metadata": 1, "rollouts": 1, "run_page": 1}
 """Runs that a command needs, if not any number."""
@@ -38,7 +40,7 @@ FORMS = [
     "ids after their folder",
     "ids and folder",
 ]
-SUFFIX = {"plot": ".svg", "metadata": ".svg"}
+SUFFIX = {"plot": ".svg", "metadata": ".svg", "progress": ".svg"}
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +97,14 @@ def test_each_form_chooses_the_same_runs(
         assert COMMANDS[command]([*words, "-o", str(output)]) == 0, capsys.readouterr().err
         assert str(output) in capsys.readouterr().out
         outputs.append(output.read_bytes())
-    if command not in ("report", "run_page", "share", "plot", "metadata"):  # these hold a time, a title or a random id
+    if command not in (
+        "report",
+        "run_page",
+        "share",
+        "plot",
+        "metadata",
+        "progress",
+    ):  # these hold a time, a title or a random id
         assert outputs[0] == outputs[1]
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from src.errors import TrainingError
 from src.training.loss import cross_entropy, seq2seq_loss, watch_groups
-from src.training.validation import mean_loss, measure, sample_losses
+from src.training.validation import SampleSums, mean_loss, measure
 
 
 def test_z_loss_adds_the_squared_logarithm_of_the_softmax_denominator_where_something_is_learned():
@@ -124,10 +124,11 @@ def test_rows_of_one_sample_are_of_its_group():
 @pytest.mark.parametrize("batch_size", [1, 2, 3])
 def test_the_losses_of_samples_make_the_mean(batch_size: int):
     device = torch.device("cpu")
-    losses = sample_losses(Echo(), Pairs(), seq2seq_loss, batch_size, device)
-    assert [tokens for _, tokens in losses] == [3, 1, 2]
+    losses: list[SampleSums] = []
+    measure(Echo(), Pairs(), seq2seq_loss, batch_size, device, samples=losses)
+    assert [(sample.number, sample.tokens) for sample in losses] == [(0, 3), (1, 1), (2, 2)]
     each = [measure(Echo(), _One(i), seq2seq_loss, 1, device) for i in range(3)]
-    assert [nats for nats, _ in losses] == pytest.approx([one.loss_sum for one in each])
+    assert [sample.nats for sample in losses] == pytest.approx([one.loss_sum for one in each])
 
 
 class _One(Pairs):

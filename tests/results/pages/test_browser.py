@@ -15,8 +15,8 @@ import pytest
 from bokeh.embed import file_html
 from bokeh.resources import INLINE
 
-from results import report, run_page
-from results.pages import chart
+from results import report
+from results.pages import chart, run_page
 from results.pages.overview import Curves, Line
 from src.runs.run_dir import RunDir
 from src.tables import results
@@ -403,7 +403,7 @@ def test_text_of_a_run_is_shown_and_never_obeyed(browser: Browser, tmp_path: Pat
 
 def test_the_notebook_is_served_as_the_same_page(browser: Browser, world: World):
     env = os.environ | {"TRAINVAL_RUNS": str(world.runs)}
-    serve = ["panel", "serve", "results/results.ipynb", "--port", "0", "--address", "127.0.0.1"]
+    serve = ["panel", "serve", "results/pages/results.ipynb", "--port", "0", "--address", "127.0.0.1"]
     with running_server(serve, env) as address, open_page(browser, address) as page:
         expect(rows(page, "results")).to_have_count(4, timeout=3 * SLOW)
         expect(rows(page, "results").nth(0)).to_contain_text("0.300 ± 0.071")

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from results import run_page
-from results.pages import layers
+from results.pages import layers, run_page
 from src.runs import ledger
 from src.runs.run_dir import RunDir
 from src.tables import results

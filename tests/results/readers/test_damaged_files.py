@@ -8,22 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from results import (
-    answers,
-    clean,
-    diff,
-    lineage,
-    metadata,
-    note,
-    plot,
-    report,
-    rescore,
-    rollouts,
-    run_page,
-    share,
-    table,
-)
+from results import answers, clean, diff, lineage, metadata, note, plot, report, rescore, rollouts, share, table
 from results.dashboard import ALL, Dashboard
+from results.pages import run_page
 from src.files import new_directory, write_json
 from src.launch import submissions
 from src.runs.checkpoints import checkpoints, pins

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from results import clean, lineage, report, run_page, table
-from results.pages import overview
+from results import clean, lineage, report, table
+from results.pages import overview, run_page
 from src.launch import status
 from src.operations import watchdog
 from src.runs import lease

@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from results import clean, plot, report, run_page, table
+from results import clean, plot, report, table
 from results.dashboard import ALL, Dashboard
 from results.lineage import tree
-from results.pages import legend, overview
+from results.pages import legend, overview, run_page
 from src.errors import RunError
 from src.experiments.identity import exp_id
 from src.runs.run_dir import RunDir

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from results import answers, report, rescore, run_page, table
+from results import answers, report, rescore, table
 from results.dashboard import ALL, Dashboard
-from results.pages import overview
+from results.pages import overview, run_page
 from src.evaluation.metrics.answers import control_scores
 from src.evaluation.metrics.answers import scores as metric_scores
 from src.experiments.config import Problems

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from results import diff, plot, report, run_page, share, table
+from results import diff, plot, report, share, table
 from results.dashboard import ALL, Dashboard
-from results.pages import legend, overview
+from results.pages import legend, overview, run_page
 from src.experiments.identity import exp_id
 from src.runs.run_dir import RunDir
 from src.tables import results

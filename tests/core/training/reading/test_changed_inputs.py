@@ -94,6 +94,27 @@ def test_the_digest_does_not_depend_on_the_folder(tmp_path: Path):
         assert (environment.code_digest(source) == before) == same
 
 
+def test_the_digest_of_the_evaluation_leaves_out_models_and_the_loop(tmp_path: Path):
+    names = {
+        "data/text.py": True,
+        "evaluation/metrics/squad.py": True,
+        "recipes/lm.py": True,
+        "training/validation.py": True,
+        "systems/t5/tasks/rows.py": True,
+        "systems/t5/recipe.py": True,
+        "training/loop.py": False,
+        "models/hf.py": False,
+        "systems/t5/model/config.py": False,
+        "tables/results.py": False,
+    }
+    for name, is_part in names.items():
+        (tmp_path / "src" / name).parent.mkdir(parents=True, exist_ok=True)
+        before = environment.evaluation_digest(tmp_path)
+        (tmp_path / "src" / name).write_text("one = 1\n")
+        environment.evaluation_digest.cache_clear()
+        assert (environment.evaluation_digest(tmp_path) != before) == is_part, name
+
+
 @pytest.mark.slow
 def test_data_of_the_same_size_with_other_content_are_refused(root: Path, tmp_path: Path):
     toy.kill_midway(root, ARGUMENTS, tmp_path, RUN)

@@ -1,4 +1,5 @@
-"""Write a run as an offline HTML file: curves, speed, layers and events: `python -m results.run_page RUN [-o FILE]`."""
+"""Write a run as an offline HTML file, with curves, speed, layers and events:
+`python -m results.pages.run_page RUN [-o FILE]`."""
 
 import argparse
 import math
@@ -290,7 +291,7 @@ def _header(run: SavedRun, title: str, rows: Sequence[Mapping[str, Any]]) -> str
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m results.run_page", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m results.pages.run_page", description=__doc__)
     run_arguments.add(parser, output=f"the file (default: {PLOTS}/ID.html)")
     return parser
 

@@ -1,0 +1,287 @@
+# PYTHON_ARGCOMPLETE_OK
+"""Compare experiments over seeds, with intervals and a verdict: `python -m results.compare BASE CANDIDATE..`.
+
+BASE and CANDIDATE are a group, a save directory or the start of an id (with its runs of other seeds), or an expression
+as for --where. Several experiments in a CANDIDATE are several candidates.
+"""
+
+import argparse
+import json
+import math
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from src.errors import ConfigError, print_errors
+from src.support.command_line import parse_arguments
+from src.tables import comparability, results, run_arguments
+from src.tables.comparability import Family
+from src.tables.comparison import SAME, Comparison, compare
+from src.tables.results import FINISHED, Row
+from src.tables.terminal_table import draw_rich, plain
+
+_ID_START = re.compile(r"[0-9a-f]{4,128}")
+
+
+@dataclass
+class Report:
+    """All comparisons of one base."""
+
+    base: Family
+    metric: str
+    min_effect: float
+    comparisons: list[Comparison]
+    warnings: list[str]
+
+
+@print_errors
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the comparison. Returns the exit code, 0 for any verdict."""
+    options = parse_arguments(_parser(), arguments)
+    report = make_report(
+        options.runs,
+        options.base,
+        options.candidates,
+        options.metric,
+        lowest=options.lowest,
+        min_effect=options.min_effect,
+        seed=options.seed_key,
+    )
+    run_arguments.warn(report.warnings)
+    with run_arguments.output_to(options.output):
+        if options.run_missing:
+            print(*missing_commands(report, options.runs, options.seed_key), sep="\n")
+        elif options.format == "json":
+            print(json.dumps(to_dict(report, options.seed_key), indent=4, allow_nan=False))
+        else:
+            _print_text(to_dict(report, options.seed_key))
+    return 0
+
+
+def make_report(  # noqa: PLR0913  call sites pass the optional ones by name
+    runs: Path,
+    base: str,
+    candidates: Sequence[str],
+    metric: str = "val_loss",
+    *,
+    lowest: bool | None = None,
+    min_effect: float = 0.0,
+    seed: str = results.SEED,
+) -> Report:
+    """Compare the experiments that the words select in the folder `runs`; see `comparison.compare`.
+
+    Raises:
+        ConfigError: a word selects no run, `base` selects several experiments, no candidate remains, the evaluations
+            differ, or no finished run has the metric.
+        DataError: there is no such folder, or it contains no run.
+    """
+    if not (min_effect >= 0 and math.isfinite(min_effect)):
+        raise ConfigError(f"--min-effect: expected a number of at least 0, got {min_effect}.")
+    rows, warnings = results.load_rows(runs)
+    of_base = select_families(base, rows, runs, seed)
+    if len(of_base) > 1:
+        names = ", ".join(family.rows[0]["exp_id"][:8] for family in of_base[:5])
+        raise ConfigError(f"{base}: selects {len(of_base)} experiments, expected one: {names}. Name one by its id.")
+    base_ids = {row["exp_id"] for row in of_base[0].rows}
+    by_ids = {
+        frozenset(row["exp_id"] for row in family.rows): family
+        for word in candidates
+        for family in select_families(word, rows, runs, seed)
+    }
+    families = [family for ids, family in by_ids.items() if base_ids.isdisjoint(ids)]
+    if not families:
+        raise ConfigError(f"{' '.join(candidates)}: selects only the base. Name another experiment.")
+    results.check_known("score", [metric], results.score_names(rows), "--metric")
+    for family in families:
+        warnings += comparability.require_same_evaluation(of_base[0], family, metric != comparability.PER_BYTE)
+    comparisons = compare(of_base[0], families, metric, lowest, min_effect, seed)
+    for family in (of_base[0], *families):
+        unfinished = [row["exp_id"][:8] for row in family.rows if row["state"] not in FINISHED]
+        if unfinished:
+            warnings.append(f"not finished, so not compared: {', '.join(unfinished)}.")
+    return Report(of_base[0], metric, min_effect, comparisons, list(dict.fromkeys(warnings)))
+
+
+def select_families(word: str, rows: Sequence[Row], runs: Path, seed: str = results.SEED) -> list[Family]:
+    """The experiments that a word selects: a group, a run with its other seeds, or an expression.
+
+    Raises:
+        ConfigError: it selects no run, or the start of an id is not unique.
+    """
+    members = [row for row in rows if word in row.groups]
+    if members:
+        return comparability.families(members, rows, runs, seed)
+    if Path(word).is_dir() or _ID_START.fullmatch(word):
+        name = run_arguments.find_run(word, runs).resolve().name
+        families = comparability.families(rows, rows, runs, seed)
+        matches = [family for family in families if name in {row["exp_id"] for row in family.rows}]
+        if not matches:
+            raise ConfigError(f"{word}: expected a run of {runs}. Name its folder with --runs.")
+        return matches
+    members = results.filter_rows(rows, word, repr(word))
+    if not members:
+        raise ConfigError(f"{word!r} matches none of {len(rows)} runs of {runs}.")
+    return comparability.families(members, rows, runs, seed)
+
+
+def to_dict(report: Report, seed: str = results.SEED) -> dict[str, Any]:
+    """The report as JSON values. NaN and infinity become None."""
+
+    def describe(family: Family) -> dict[str, Any]:
+        return {
+            "exp_ids": [row["exp_id"] for row in family.rows],
+            "seeds": [row.get(seed) for row in family.rows],
+            "cost": comparability.cost(family),
+        }
+
+    def number(value: float | None) -> float | None:
+        return None if value is None or not math.isfinite(value) else value
+
+    base = describe(report.base)
+    return {
+        "metric": report.metric,
+        "min_effect": report.min_effect,
+        "base": {**base, "mean": report.comparisons[0].base_mean},
+        "candidates": [
+            {
+                **describe(each.candidate),
+                "mean": number(each.mean),
+                "difference": number(each.difference),
+                "t_interval": each.t_interval,
+                "bootstrap_interval": each.bootstrap_interval,
+                "pairs": each.pairs,
+                "is_paired": each.is_paired,
+                "samples": each.samples,
+                "p": each.p,
+                "verdict": each.verdict,
+                "more_seeds": each.more_seeds,
+                "diverged_seeds": each.diverged_seeds,
+                "differences": comparability.differences(report.base, each.candidate, seed),
+            }
+            for each in report.comparisons
+        ],
+    }
+
+
+def missing_commands(report: Report, runs: Path, seed: str = results.SEED) -> list[str]:
+    """Commands that train the further seeds which open comparisons need, on both sides.
+
+    Raises:
+        ConfigError: a run has a parent, which can differ between seeds.
+    """
+    open_comparisons = [each for each in report.comparisons if each.verdict == SAME and each.more_seeds]
+    families = [report.base, *(each.candidate for each in open_comparisons)] if open_comparisons else []
+    used_seeds = [row.get(seed) for family in families for row in family.rows]
+    first = max((value for value in used_seeds if isinstance(value, int)), default=-1) + 1
+    commands = []
+    for family in families:
+        if any(key.endswith("exp_id") and key != "exp_id" for key in family.rows[0]):
+            raise ConfigError(
+                f"--run-missing: {family.rows[0]['exp_id']} has a parent, which can differ between seeds. "
+                "Add seeds to its group in exp_configs.py."
+            )
+        count = max(each.more_seeds or 0 for each in open_comparisons if family in (report.base, each.candidate))
+        seeds = ",".join(map(str, range(first, first + count)))
+        name = family.rows[0]["exp_id"]
+        commands.append(f"python trainval.py --exp_id {name} --set {seed}={seeds} -sb {runs}")
+    return commands
+
+
+def _print_text(content: dict[str, Any]) -> None:
+    headings = [
+        "candidate",
+        "mean",
+        "difference",
+        "t interval",
+        "bootstrap interval",
+        "seeds",
+        "samples",
+        "p",
+        "verdict",
+    ]
+    lines = []
+    for each in content["candidates"]:
+        cells = [each["exp_ids"][0][:8], *(_format(each[name]) for name in ("mean", "difference"))]
+        cells += [_format_interval(each[name]) for name in ("t_interval", "bootstrap_interval")]
+        note = "" if each["is_paired"] else " (not paired)"
+        lines.append([*cells, f"{each['pairs']}{note}", plain(each["samples"]), f"{each['p']:.3g}", each["verdict"]])
+    base = content["base"]
+    about = f"{content['metric']}, candidate minus base ({base['exp_ids'][0][:8]}: {_format(base['mean'])})"
+    draw_rich(headings, lines, f"{about}. 95 % intervals; minimum effect {content['min_effect']:g}.")
+    for each in content["candidates"]:
+        print(f"\n{each['exp_ids'][0][:8]}: {each['verdict']}{_advice(each, content['min_effect'])}")
+        for section, changes in each["differences"].items():
+            print(f"  {section}")
+            for key, (before, after) in changes.items():
+                print(f"    {key}: {json.dumps(before)} -> {json.dumps(after)}")
+        for name, side in (("base", base), ("candidate", each)):
+            costs = ", ".join(f"{value:.4g} {unit}" for unit, value in side["cost"].items()) or "not recorded"
+            print(f"  cost of the {name}, {len(side['exp_ids'])} runs: {costs}")
+
+
+def _advice(candidate: dict[str, Any], min_effect: float) -> str:
+    if candidate["diverged_seeds"]:
+        return f": ended in NaN with seed {', '.join(map(str, candidate['diverged_seeds']))}"
+    if candidate["verdict"] != SAME or candidate["more_seeds"] == 0:
+        return ""
+    width = f"± {_format(min_effect or abs(candidate['difference']))}"
+    if candidate["more_seeds"] is None:
+        return f"; an interval of {width} needs too many seeds"
+    return f"; an interval of {width} needs about {candidate['more_seeds']} more seeds"
+
+
+def _format(value: float | None) -> str:
+    return "NaN" if value is None else f"{value:.4g}"
+
+
+def _format_interval(interval: Sequence[float] | None) -> str:
+    return "-" if interval is None else f"{interval[0]:.4g} to {interval[1]:.4g}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m results.compare", description=__doc__)
+    parser.add_argument("base", metavar="BASE", help="the experiment to improve on")
+    parser.add_argument("candidates", nargs="+", metavar="CANDIDATE", help="one or several experiments")
+    parser.add_argument(
+        "-r",
+        "--runs",
+        type=Path,
+        default=run_arguments.RUNS,
+        metavar="DIR",
+        help=f"folder of runs (default: {run_arguments.RUNS})",
+    )
+    parser.add_argument("--metric", default="val_loss", metavar="SCORE", help="score to compare (default: val_loss)")
+    direction = parser.add_mutually_exclusive_group()
+    direction.add_argument(
+        "--higher",
+        dest="lowest",
+        action="store_false",
+        default=None,
+        help="a high score is good (default: by the name of the score)",
+    )
+    direction.add_argument("--lower", dest="lowest", action="store_true", help="a low score is good")
+    parser.add_argument(
+        "--min-effect",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="smallest difference that matters, in units of the score (default: 0)",
+    )
+    parser.add_argument(
+        "--seed-key", default=results.SEED, metavar="KEY", help=f"the key to pair by (default: {results.SEED})"
+    )
+    parser.add_argument(
+        "--run-missing",
+        action="store_true",
+        help="print only the commands that train the missing seeds, one per line, to pipe to sh",
+    )
+    parser.add_argument("--format", choices=("text", "json"), default="text", help="form of the output (default: text)")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the text to this file")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

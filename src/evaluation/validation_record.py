@@ -1,0 +1,44 @@
+"""<run>/validation.json: the sums of the last validation by sample, from which `results.compare` makes intervals."""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from src.experiments.dataset_protocols import Dataset
+from src.files import write_json
+from src.runs.context import Run
+from src.runs.store import VALIDATION
+from src.support import distributed
+from src.training.validation import SampleSums
+
+MAX_ROWS = 4096
+"""Maximum number of rows. With more samples, each row is the sum of consecutive samples."""
+
+
+def write(run: Run, step: int, parts: Mapping[str, Dataset], samples: Sequence[SampleSums]) -> None:
+    """Replace the file. Collective. parts: the validation data by name. samples: all of them, in order.
+
+    "data" has the fingerprint of each part, "samples" their number, "step" the optimizer steps; "nats", "tokens" and
+    "bytes" are lists of sums, without "bytes" if the bytes of the text are unknown.
+
+    Raises:
+        RunError: the disk refuses, or another process has taken over the save directory.
+    """
+    count = len(samples)
+    bounds = [count * row // min(count, MAX_ROWS) for row in range(min(count, MAX_ROWS) + 1)]
+    rows = [samples[begin:end] for begin, end in pairwise(bounds)]
+    record: dict[str, Any] = {
+        "step": step,
+        "data": {name: part.fingerprint for name, part in parts.items()},
+        "samples": count,
+        "nats": [round(sum(sample.nats for sample in row), 4) for row in rows],
+        "tokens": [sum(sample.tokens for sample in row) for row in rows],
+    }
+    if any(sample.text_bytes for sample in samples):
+        record["bytes"] = [sum(sample.text_bytes for sample in row) for row in rows]
+
+    def replace() -> None:
+        run.dir.confirm()
+        write_json(run.path / VALIDATION, record)
+
+    distributed.broadcast_from_rank0(replace)

@@ -1,0 +1,208 @@
+"""Whether runs can be compared, their differences and their costs, from the files of the runs."""
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from src.errors import CheckpointError, ConfigError, RunError, UserError
+from src.files import read_bytes, read_json
+from src.runs import jsonl_records
+from src.runs.checkpoints import checkpoints
+from src.runs.store import DIFF, VALIDATION, SavedRun
+from src.tables.curves import PERF
+from src.tables.results import SEED, Row, config_keys, spell
+
+PER_BYTE = "val_bits_per_byte"
+"""The score that can be compared between tokenizers."""
+_EVALUATION_KEYS = ("answers", "gains", "inference", "sampled")
+"""Parts of an experiment that set how its model is evaluated, in addition to keys that start with "val_"."""
+_MAX_COVERAGE_RATIO = 1.1
+"""Maximum ratio of the bytes, or tokens, of two validations of the same data."""
+
+
+@dataclass
+class Family:
+    """Runs of one experiment that differ only in the seed."""
+
+    rows: list[Row]
+    folder: Path
+    """The folder of runs."""
+
+    @cached_property
+    def records(self) -> dict[str, Mapping[str, Any]]:
+        """validation.json by id, of runs that have it for their last scores."""
+        of_runs = [(row, read_json(self.folder / row["exp_id"] / VALIDATION, RunError, None)) for row in self.rows]
+        return {row["exp_id"]: record for row, record in of_runs if record and record["step"] == row["step"]}
+
+    @property
+    def runs(self) -> list[SavedRun]:
+        """The save directories."""
+        return [SavedRun(self.folder / row["exp_id"]) for row in self.rows]
+
+
+def families(rows: Iterable[Row], all_rows: Sequence[Row], folder: Path, seed: str = SEED) -> list[Family]:
+    """`rows` grouped by their dicts without the seed. Parents that differ only in the seed count as equal.
+
+    all_rows: every run of the folder, to look up parents.
+    """
+    by_id = {row["exp_id"]: row for row in all_rows}
+    keys: dict[str, str] = {}
+
+    def key_of(row: Row) -> str:
+        if row["exp_id"] not in keys:
+            values = [(key, value_of(row, key)) for key in sorted(config_keys(row)) if key != seed]
+            keys[row["exp_id"]] = hashlib.sha256(repr(values).encode()).hexdigest()
+        return keys[row["exp_id"]]
+
+    def value_of(row: Row, key: str) -> str:
+        is_parent = key.endswith("exp_id") and row[key] in by_id and row[key] != row["exp_id"]
+        return key_of(by_id[row[key]]) if is_parent else spell(row, key)
+
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(key_of(row), []).append(row)
+    return [Family(members, folder) for members in groups.values()]
+
+
+def require_same_evaluation(base: Family, candidate: Family, per_token: bool) -> list[str]:
+    """Check that two families were evaluated on the same data with the same code. Returns warnings about facts that no
+    run has recorded.
+
+    per_token: whether the metric is a mean over tokens, so that the tokenizer must be the same.
+
+    Raises:
+        ConfigError: a fact differs, within a family or between them. Names two runs and the fact.
+    """
+    warnings = []
+    runs = [*((base, run) for run in base.runs), *((candidate, run) for run in candidate.runs)]
+    facts = [(run.name, _evaluation_facts(family, run)) for family, run in runs]
+    for name in dict.fromkeys(name for _, of_run in facts for name in of_run):
+        if name == "tokenizer" and not per_token:
+            continue
+        first_run, first = facts[0][0], facts[0][1].get(name)
+        for run, of_run in facts[1:]:
+            if of_run.get(name) != first:
+                advice = (
+                    "Compare val_bits_per_byte."
+                    if name == "tokenizer"
+                    else "Their scores are not comparable: run both with the same evaluation."
+                )
+                raise ConfigError(
+                    f"{first_run} and {run}: the {name} differs: {_shorten(first)} and {_shorten(of_run.get(name))}. "
+                    f"{advice}"
+                )
+        if first is None:
+            warnings.append(f"the {name} is not recorded in these runs, so it was not compared.")
+    sizes = [
+        (run, sum(record.get("bytes", record["tokens"])))
+        for family in (base, candidate)
+        for run, record in family.records.items()
+        if ("bytes" in record) or per_token
+    ]
+    smallest, largest = (choose(sizes, key=lambda pair: pair[1], default=("", 1)) for choose in (min, max))
+    if largest[1] > _MAX_COVERAGE_RATIO * smallest[1]:
+        raise ConfigError(
+            f"{smallest[0]} and {largest[0]}: the amount of validation text differs: {smallest[1]} and {largest[1]}. "
+            "Use the same validation data in both."
+        )
+    return warnings
+
+
+def _evaluation_facts(family: Family, run: SavedRun) -> dict[str, Any]:
+    """The evaluation of a run by name; None for unknown facts."""
+    row = next(row for row in family.rows if row["exp_id"] == run.name)
+    record = family.records.get(run.name)
+    inputs = training_inputs(run)
+    settings = {
+        key: row[key]
+        for key in config_keys(row)
+        if key.split(".")[0] in _EVALUATION_KEYS or key.rpartition(".")[2].startswith("val_")
+    }
+    return {
+        "evaluation code": run.env.get("evaluation_code"),
+        "validation data": record["data"] if record else inputs.get("data"),
+        "settings of the evaluation": settings,
+        "tokenizer": inputs.get("tokenizer"),
+    }
+
+
+def _shorten(value: Any) -> str:
+    text = "not recorded" if value is None else str(value)
+    return text if len(text) <= 120 else f"{text[:117]}..."
+
+
+def training_inputs(run: SavedRun) -> dict[str, Any]:
+    """Fingerprints of the inputs of the training, from the newest checkpoint; empty without a checkpoint."""
+    for checkpoint in reversed(checkpoints.list_all(run.path)):
+        if (checkpoint / "state.json").exists():
+            state = read_json(checkpoint / "state.json", CheckpointError)
+            inputs = state.get("inputs") if isinstance(state, dict) else None
+            return inputs if isinstance(inputs, dict) else {}
+    return {}
+
+
+def differences(base: Family, candidate: Family, seed: str = SEED) -> dict[str, dict[str, list[Any]]]:
+    """{"experiment", "code", "data"} -> {key: [values in the base, values in the candidate]}; only differences."""
+    one, other = base.rows[0], candidate.rows[0]
+    keys = [key for key in dict.fromkeys([*config_keys(one), *config_keys(other)]) if key != seed]
+    sections = {
+        "experiment": {key: [one.get(key), other.get(key)] for key in keys if spell(one, key) != spell(other, key)}
+    }
+    for name, read in (("code", _code), ("data", training_inputs)):
+        sides = [_merge(map(read, family.runs)) for family in (base, candidate)]
+        changed_keys = [key for key in dict.fromkeys([*sides[0], *sides[1]]) if sides[0].get(key) != sides[1].get(key)]
+        sections[name] = {key: [side.get(key) for side in sides] for key in changed_keys}
+    return {name: changes for name, changes in sections.items() if changes}
+
+
+def _merge(facts: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """All values of each key, without repetitions."""
+    values: dict[str, list[Any]] = {}
+    for of_run in facts:
+        for key, value in of_run.items():
+            if value not in values.setdefault(key, []):
+                values[key].append(value)
+    return values
+
+
+def _code(run: SavedRun) -> dict[str, Any]:
+    """Commit, and the digest of the uncommitted changes at the last start; None without changes."""
+    try:
+        patch = read_bytes(run.path / "attempts" / f"{run.attempts:03d}" / DIFF)
+    except FileNotFoundError:
+        patch = b""
+    digest = hashlib.sha256(patch).hexdigest()[:12] if patch else None
+    return {"commit": run.env.get("commit"), "uncommitted changes": digest}
+
+
+def cost(family: Family) -> dict[str, float]:
+    """Sums over the runs: "tokens", "flops" of the training, "seconds" of all attempts with evaluations. A value is
+    missing if a run has not recorded it."""
+    totals: dict[str, float] = {}
+    of_runs = [_run_cost(row, run.path) for row, run in zip(family.rows, family.runs, strict=True)]
+    for name in ("tokens", "flops", "seconds"):
+        values = [of_run[name] for of_run in of_runs if name in of_run]
+        if len(values) == len(of_runs):
+            totals[name] = sum(values)
+    return totals
+
+
+def _run_cost(row: Row, path: Path) -> dict[str, float]:
+    totals = {"tokens": row["tokens"]} if isinstance(row.get("tokens"), int) else {}
+    try:
+        rows = [entry for entry in jsonl_records.rows(path / PERF) if isinstance(entry.get("step"), int)]
+    except (UserError, FileNotFoundError):
+        return totals
+    if not rows:
+        return totals
+    totals["seconds"] = sum(entry.get("seconds", 0.0) for entry in rows)
+    by_step = sorted({entry["step"]: entry for entry in rows}.items())  # a restart repeats steps
+    flops, before = 0.0, 0
+    for step, entry in by_step:
+        if entry.get("steps_per_second") and "model_flops_per_second" in entry:
+            flops += entry["model_flops_per_second"] / entry["steps_per_second"] * (step - before)
+        before = step
+    return totals | ({"flops": flops} if flops else {})

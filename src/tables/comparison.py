@@ -1,0 +1,248 @@
+"""Paired comparisons of experiments: differences of means over seeds, intervals, and verdicts.
+
+Student's t over seeds (Welch's without common seeds; Student 1908, Welch 1947), the paired bootstrap over seeds and
+validation samples (Efron and Tibshirani 1993, chapters 13 and 16), and Holm's correction (Holm 1979).
+"""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from src.errors import ConfigError
+from src.tables.comparability import Family
+from src.tables.results import SEED, lower_is_better
+from src.tables.statistics import averaged_rows, deviation, ended_in_nan, t_975
+
+if TYPE_CHECKING:
+    import numpy as np
+
+BETTER, WORSE, SAME = "better", "worse", "not distinguishable"
+LEVEL = 0.05
+"""Probability of a verdict other than "not distinguishable" for equal experiments."""
+MIN_SEEDS = 3
+MAX_SEEDS = 1000
+"""Maximum number of seeds to look for."""
+DRAWS = 2000
+_DENOMINATORS = {"val_loss": ("tokens", 1.0), "val_bits_per_byte": ("bytes", math.log(2))}
+"""Score -> its denominator in validation.json, and the nats of its unit."""
+Interval = tuple[float, float]
+
+
+@dataclass
+class Comparison:
+    """A candidate against the base. Differences are candidate minus base."""
+
+    candidate: Family
+    base_mean: float
+    mean: float
+    difference: float
+    t_interval: Interval | None
+    """95 % interval over seeds; None for a single pair."""
+    bootstrap_interval: Interval | None
+    """95 % interval over seeds and, if `samples`, over validation samples."""
+    pairs: int
+    """Common seeds; the smaller number of seeds if there is no common one."""
+    is_paired: bool
+    samples: int
+    """Validation samples, or groups of them; 0 if they are not recorded or differ."""
+    p: float
+    """Two-sided, after Holm's correction; the larger value of t and bootstrap."""
+    verdict: str
+    more_seeds: int | None
+    """Further seeds for a t interval of ± the minimum effect, or without one of ± the difference; None if it cannot be
+    computed, or above `MAX_SEEDS`."""
+    diverged_seeds: list[Any] = field(default_factory=list)
+    """Seeds of the candidate that ended in NaN, which makes it worse."""
+
+
+@dataclass
+class _Sides:
+    """Values of both sides. With samples, value = sum of nats / sum of denominators."""
+
+    base: "np.ndarray"
+    """(seeds,) float64."""
+    candidate: "np.ndarray"
+    is_paired: bool
+    sums: "tuple[np.ndarray, ...] | None"
+    """Nats and denominators of the base, (seeds, samples), and those of the candidate; None without samples."""
+
+    @property
+    def pairs(self) -> int:
+        """Common seeds; without any, the smaller number of seeds."""
+        return min(len(self.base), len(self.candidate))
+
+    def variances(self) -> list[float]:
+        """Variance over seeds of the differences of pairs, or of each side."""
+        samples = [self.candidate - self.base] if self.is_paired else [self.base, self.candidate]
+        return [deviation(values.tolist()) ** 2 for values in samples]
+
+    def standard_error(self) -> tuple[float | None, float]:
+        """Standard error of the difference of means, and its degrees of freedom (Welch's without pairs). None for
+        fewer than two seeds."""
+        if self.pairs < 2:
+            return None, 0.0
+        counts = [self.pairs] if self.is_paired else [len(self.base), len(self.candidate)]
+        parts = [variance / count for variance, count in zip(self.variances(), counts, strict=True)]
+        total = sum(parts)
+        weights = sum(part**2 / (count - 1) for part, count in zip(parts, counts, strict=True))
+        return math.sqrt(total), total**2 / weights if weights else sum(counts) - len(counts)
+
+    def more_seeds(self, half_width: float) -> int | None:
+        """Further seeds for a t interval of ± `half_width`; None if unknown or above `MAX_SEEDS`."""
+        if self.pairs < 2:
+            return MIN_SEEDS - self.pairs
+        variances = self.variances()
+        for number in range(max(self.pairs, MIN_SEEDS), MAX_SEEDS):
+            freedom = len(variances) * (number - 1)
+            if t_975(freedom) * math.sqrt(sum(variances) / number) <= half_width:
+                return number - self.pairs
+        return None
+
+
+def compare(
+    base: Family,
+    candidates: Sequence[Family],
+    metric: str,
+    lowest: bool | None = None,
+    min_effect: float = 0.0,
+    seed: str = SEED,
+) -> list[Comparison]:
+    """Compare each candidate with the base over finished runs, with Holm's correction over the candidates.
+
+    lowest: whether a low score is good; None: by its name. min_effect: "better" requires an improvement of more than
+    this, "worse" a deterioration of more than this.
+
+    Raises:
+        ConfigError: no finished run of a side has the score, or the base ended in NaN.
+    """
+    sign = -1.0 if (lower_is_better(metric) if lowest is None else lowest) else 1.0
+    results = [_compare(base, candidate, metric, sign, min_effect, seed) for candidate in candidates]
+    corrected_p, largest = [0.0] * len(results), 0.0
+    order = sorted(range(len(results)), key=lambda number: results[number].p)
+    for place, number in enumerate(order):
+        largest = max(largest, min(1.0, (len(order) - place) * results[number].p))
+        corrected_p[number] = largest
+    for result, p in zip(results, corrected_p, strict=True):
+        result.p = p
+        if not result.diverged_seeds and p < LEVEL:
+            result.verdict = BETTER if sign * result.difference > 0 else WORSE
+    return results
+
+
+def _compare(base: Family, candidate: Family, metric: str, sign: float, min_effect: float, seed: str) -> Comparison:
+    import numpy as np
+
+    (base_rows, diverged_base_seeds), (candidate_rows, diverged_seeds) = (
+        _rows_by_seed(family, metric, seed) for family in (base, candidate)
+    )
+    if diverged_base_seeds:
+        raise ConfigError(f"{base.rows[0]['exp_id']}: {metric} ended in NaN. Choose another base.")
+    for family, rows in ((base, base_rows), (candidate, candidate_rows)):
+        if not rows and not diverged_seeds:
+            raise ConfigError(
+                f"{family.rows[0]['exp_id']}: no finished run of this experiment has {metric!r}. "
+                "Choose another --metric, or wait for the end of a run."
+            )
+    if diverged_seeds:
+        mean, nan = statistics.fmean(row[metric] for row in base_rows.values()), math.nan
+        pairs = len(candidate_rows)
+        return Comparison(candidate, mean, nan, nan, None, None, pairs, True, 0, 1.0, WORSE, None, diverged_seeds)
+    sides = _pair(base, candidate, base_rows, candidate_rows, metric)
+    difference = float(sides.candidate.mean() - sides.base.mean())
+    error, freedom = sides.standard_error()
+    draws = _bootstrap(sides)
+    half, p = None, 1.0
+    if error is not None:
+        half = _t_quantile(freedom) * error
+        p = max(_t_p(sign * difference, error, freedom, min_effect), _draws_p(sign * draws, min_effect))
+    low, high = np.percentile(draws, [100 * LEVEL / 2, 100 - 100 * LEVEL / 2])
+    return Comparison(
+        candidate,
+        float(sides.base.mean()),
+        float(sides.candidate.mean()),
+        difference,
+        None if half is None else (difference - half, difference + half),
+        (float(low), float(high)),
+        sides.pairs,
+        sides.is_paired,
+        0 if sides.sums is None else sides.sums[0].shape[1],
+        p,
+        SAME,
+        sides.more_seeds(min_effect or abs(difference)),
+    )
+
+
+def _rows_by_seed(family: Family, metric: str, seed: str) -> tuple[dict[Any, Any], list[Any]]:
+    """Finished runs with the score by seed, and the seeds that ended in NaN."""
+    rows = averaged_rows(family.rows)
+    diverged_seeds = [row.get(seed) for row in rows if ended_in_nan(row, metric)]
+    return {row.get(seed): row for row in rows if row.get(metric) is not None}, diverged_seeds
+
+
+def _pair(
+    base: Family, candidate: Family, base_rows: Mapping[Any, Any], candidate_rows: Mapping[Any, Any], metric: str
+) -> _Sides:
+    """The values of the common seeds, or of all seeds if there is no common one; with samples if all runs have the
+    same."""
+    import numpy as np
+
+    common = [key for key in base_rows if key in candidate_rows]
+    rows = [[by_seed[key] for key in common or by_seed] for by_seed in (base_rows, candidate_rows)]
+    values = [np.array([row[metric] for row in side], dtype=float) for side in rows]
+    sums = None
+    if metric in _DENOMINATORS:
+        name, unit = _DENOMINATORS[metric]
+        every_record = base.records | candidate.records
+        records = [[every_record.get(row["exp_id"], {}) for row in side] for side in rows]
+        first = records[0][0].get(name)
+        if first and all(record.get(name) == first for side in records for record in side):
+            arrays = [
+                np.array([record[key] for record in side], dtype=float) * scale
+                for side in records
+                for key, scale in (("nats", 1 / unit), (name, 1.0))
+            ]
+            means = [arrays[i].sum(axis=1) / arrays[i + 1].sum(axis=1) for i in (0, 2)]
+            if all(np.allclose(mean, value, rtol=1e-3) for mean, value in zip(means, values, strict=True)):
+                sums = tuple(arrays)
+    return _Sides(values[0], values[1], bool(common), sums)
+
+
+def _t_quantile(freedom: float) -> float:
+    from scipy.special import stdtrit
+
+    return float(stdtrit(freedom, 1 - LEVEL / 2))
+
+
+def _t_p(gain: float, error: float, freedom: float, min_effect: float) -> float:
+    """Two-sided p that the gain is within ± `min_effect`."""
+    from scipy.special import stdtr
+
+    excess = abs(gain) - min_effect
+    return min(1.0, 2 * float(stdtr(freedom, -excess / error))) if error else float(excess <= 0)
+
+
+def _draws_p(gains: "np.ndarray", min_effect: float) -> float:
+    """Two-sided p of bootstrap draws of the gain."""
+    smaller = min((gains <= min_effect).sum(), (gains >= -min_effect).sum())
+    return min(1.0, 2 * (int(smaller) + 1) / (len(gains) + 1))
+
+
+def _bootstrap(sides: _Sides) -> "np.ndarray":
+    """(DRAWS,) differences of means over resampled seeds and samples; paired where the sides are paired."""
+    import numpy as np
+
+    random = np.random.default_rng(0)
+
+    def weights(number: int) -> "np.ndarray":
+        return random.multinomial(number, np.full(number, 1 / number), size=DRAWS).astype(float)
+
+    of_seeds = weights(len(sides.base))
+    of_candidates = of_seeds if sides.is_paired else weights(len(sides.candidate))
+    values = [np.broadcast_to(side, (DRAWS, len(side))) for side in (sides.base, sides.candidate)]
+    if sides.sums is not None:
+        of_samples = weights(sides.sums[0].shape[1])
+        values = [(of_samples @ sides.sums[i].T) / (of_samples @ sides.sums[i + 1].T) for i in (0, 2)]
+    means = [(v * w).sum(axis=1) / w.sum(axis=1) for v, w in zip(values, (of_seeds, of_candidates), strict=True)]
+    return means[1] - means[0]

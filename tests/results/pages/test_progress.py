@@ -1,0 +1,80 @@
+"""The progress of a search: order, decisions, the picture and the page."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from results import progress
+from src.runs.run_dir import RunDir
+from src.tables import results
+
+
+def add(runs: Path, minute: int, rate: float, losses: list[float], state: Any = "done", **facts: Any) -> None:
+    for seed, loss in enumerate(losses):
+        exp = {"recipe": "toy", "seed": seed, "loop": {"learning_rate": rate}}
+        when = {"time": f"2026-01-01T00:{minute:02}:{seed:02}+00:00", "groups": ["search"]}
+        with RunDir.open(runs, exp, exp, facts={**when, **facts}) as run:
+            run.scores.append({"step": 1, "val_loss": loss})
+            run.set_status(state)
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """In order of time: the base, one as good, a better one, one only better than the base, an unfinished one."""
+    add(tmp_path, 30, 0.3, [0.8, 0.9, 1.0])
+    add(tmp_path, 10, 0.1, [1.0, 1.1, 1.2])
+    add(tmp_path, 20, 0.2, [1.1, 1.0, 1.2])
+    add(tmp_path, 40, 0.4, [0.9, 1.0, 1.1])
+    add(tmp_path, 50, 0.5, [0.1, 0.1, 0.1], state="stopped")
+    return tmp_path
+
+
+def test_each_experiment_is_compared_with_the_best_before_it(runs: Path):
+    steps, remarks = progress.find_steps(runs, results.load_rows(runs)[0], "val_loss")
+    assert remarks == []
+    assert [step.changes.get("loop.learning_rate") for step in steps] == [
+        None,
+        [0.1, 0.2],
+        [0.1, 0.3],
+        [0.3, 0.4],
+        [0.3, 0.5],
+    ]
+    assert [step.verdict for step in steps] == ["first", "not distinguishable", "better", "worse", "not finished"]
+    assert [step.is_accepted for step in steps] == [True, False, True, False, False]
+    assert [step.best for step in steps] == pytest.approx([1.1, 1.1, 0.9, 0.9, 0.9])
+    assert [step.seeds for step in steps] == [3, 3, 3, 3, 0]
+    assert steps[3].difference == pytest.approx(0.1)
+    assert steps[0].interval == pytest.approx(0.2484, abs=1e-4)  # t(2) * 0.1 / sqrt(3)
+
+
+def test_another_evaluation_is_never_accepted(runs: Path):
+    add(runs, 35, 0.6, [0.1, 0.1, 0.1], evaluation_code="other")
+    steps, remarks = progress.find_steps(runs, results.load_rows(runs)[0], "val_loss")
+    assert [step.verdict for step in steps if step.best != step.mean and step.mean == pytest.approx(0.1)] == [
+        "not comparable"
+    ]
+    assert "evaluation code" in remarks[0]
+
+
+def test_a_minimum_effect_and_a_direction(runs: Path):
+    rows = results.load_rows(runs)[0]
+    steps, _ = progress.find_steps(runs, rows, "val_loss", min_effect=0.5)
+    assert [step.is_accepted for step in steps] == [True, False, False, False, False]
+    steps, _ = progress.find_steps(runs, rows, "val_loss", lowest=False)
+    assert [step.verdict for step in steps][2] == "worse"
+
+
+def test_table_and_picture(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    picture = tmp_path / "plots" / "progress.png"
+    assert progress.main(["-r", str(runs), "-e", "search", "-o", str(picture)]) == 0
+    text = capsys.readouterr().out
+    for part in ("learning_rate=0.3", "better, accepted", "not distinguishable", "0.9 ± 0.25"):
+        assert part in text
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_page_of_the_dashboard(runs: Path):
+    page = progress.render(runs, "search")
+    assert "better, accepted" in page
+    assert "data:image/svg+xml" in page

@@ -1,0 +1,242 @@
+"""Comparisons of experiments: intervals and verdicts by hand, how words select runs, and refusals."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from results import compare
+from src.runs.run_dir import RunDir
+from src.runs.store import VALIDATION
+
+BASE = [1.0, 1.1, 1.2]
+
+
+def make(
+    runs: Path,
+    seed: int,
+    rate: float,
+    loss: float | None,
+    *,
+    nats: Sequence[float] = (),
+    data: str = "d",
+    code: str = "c",
+    group: str = "",
+    higher: float = 0.0,
+    state: Any = "done",
+    model: dict[str, Any] | None = None,
+    **settings: Any,
+) -> str:
+    """A run whose last row has `loss`; returns its id."""
+    exp = {"recipe": "toy", "seed": seed, "loop": {"learning_rate": rate}, "model": model or {"name": "m"}, **settings}
+    facts = {"groups": [group or f"rate{rate}"], "evaluation_code": code, "commit": "a" * 40}
+    with RunDir.open(runs, exp, exp, facts=facts) as run:
+        row = {"step": 4, "val_loss": math.nan if loss is None else loss, "em": higher, "tokens": 100}
+        run.scores.append(row)
+        record = {
+            "step": 4,
+            "data": {"": data},
+            "samples": len(nats) or 2,
+            "nats": list(nats),
+            "tokens": [1] * len(nats),
+        }
+        (run.path / VALIDATION).write_text(json.dumps(record if nats else {**record, "nats": [1, 1], "tokens": [1, 1]}))
+        (run.path / "perf.jsonl").write_text(
+            '{"step": 4, "seconds": 2.0, "steps_per_second": 2.0, "model_flops_per_second": 10.0}\n'
+        )
+        run.set_status(state)
+    return run.path.name
+
+
+def add(runs: Path, rate: float, losses: Sequence[float | None], first: int = 0, **more: Any) -> list[str]:
+    return [make(runs, seed, rate, loss, **more) for seed, loss in enumerate(losses, first)]
+
+
+def report(capsys: pytest.CaptureFixture[str], runs: Path, *words: str) -> dict[str, Any]:
+    assert compare.main([*words, "--runs", str(runs), "--format", "json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def refusal(capsys: pytest.CaptureFixture[str], runs: Path, *words: str) -> str:
+    assert compare.main([*words, "--runs", str(runs)]) == 1
+    return capsys.readouterr().err
+
+
+def test_paired_t_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    add(tmp_path, 0.1, BASE)
+    add(tmp_path, 0.2, [0.8, 0.95, 1.0])
+    content = report(capsys, tmp_path, "rate0.1", "rate0.2")
+    (candidate,) = content["candidates"]
+    differences = [-0.2, -0.15, -0.2]
+    test = stats.ttest_1samp(differences, 0)
+    assert candidate["difference"] == pytest.approx(np.mean(differences))
+    assert candidate["t_interval"] == pytest.approx(list(test.confidence_interval()))
+    assert candidate["p"] == pytest.approx(test[1])
+    assert candidate["verdict"] == "better"
+    assert (candidate["pairs"], candidate["is_paired"], candidate["samples"]) == (3, True, 0)
+    assert content["base"]["mean"] == pytest.approx(1.1)
+    assert candidate["differences"] == {"experiment": {"loop.learning_rate": [0.1, 0.2]}}
+    assert candidate["cost"] == {"tokens": 300, "flops": 60.0, "seconds": 6.0}
+
+
+def test_seeds_without_a_common_one_use_welch(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    add(tmp_path, 0.1, BASE)
+    add(tmp_path, 0.2, [1.4, 1.9, 1.6, 2.1], first=10)
+    (candidate,) = report(capsys, tmp_path, "rate0.1", "rate0.2")["candidates"]
+    test = stats.ttest_ind([1.4, 1.9, 1.6, 2.1], BASE, equal_var=False)
+    assert candidate["p"] == pytest.approx(test[1])
+    assert candidate["t_interval"] == pytest.approx(list(test.confidence_interval()))
+    assert (candidate["pairs"], candidate["is_paired"], candidate["verdict"]) == (3, False, "worse")
+
+
+def test_equal_experiments_are_not_distinguishable(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    add(tmp_path, 0.1, BASE)
+    add(tmp_path, 0.2, BASE)
+    (candidate,) = report(capsys, tmp_path, "rate0.1", "rate0.2")["candidates"]
+    assert (candidate["verdict"], candidate["p"], candidate["difference"]) == ("not distinguishable", 1.0, 0.0)
+
+
+def test_one_seed_has_no_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    add(tmp_path, 0.1, [1.0])
+    add(tmp_path, 0.2, [0.1])
+    (candidate,) = report(capsys, tmp_path, "rate0.1", "rate0.2")["candidates"]
+    assert (candidate["t_interval"], candidate["verdict"], candidate["more_seeds"]) == (None, "not distinguishable", 2)
+
+
+def test_a_minimum_effect_is_required(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    add(tmp_path, 0.1, BASE)
+    add(tmp_path, 0.2, [0.8, 0.91, 1.0])
+    for effect, verdict in (("0.15", "better"), ("0.25", "not distinguishable")):
+        (candidate,) = report(capsys, tmp_path, "rate0.1", "rate0.2", "--min-effect", effect)["candidates"]
+        assert candidate["verdict"] == verdict
+        if verdict == "better":
+            assert candidate["p"] == pytest.approx(stats.ttest_1samp([-0.2, -0.19, -0.2], -float(effect))[1])
+
+
+def test_number_of_missing_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Differences 0, 0.1, 0.2 have deviation 0.1: t(n - 1) * 0.1 / sqrt(n) <= 0.05 from n = 18."""
+    base, other = add(tmp_path, 0.1, [1.0, 1.0, 1.0]), add(tmp_path, 0.2, [1.0, 1.1, 1.2])
+    arguments = ("rate0.1", "rate0.2", "--min-effect", "0.05")
+    (candidate,) = report(capsys, tmp_path, *arguments)["candidates"]
+    assert 3 + candidate["more_seeds"] == next(
+        n for n in range(3, 100) if stats.t.ppf(0.975, n - 1) * 0.1 / n**0.5 <= 0.05
+    )
+    assert compare.main([*arguments, "--runs", str(tmp_path), "--run-missing"]) == 0
+    seeds = ",".join(map(str, range(3, 3 + candidate["more_seeds"])))
+    commands = capsys.readouterr().out.splitlines()
+    assert len(commands) == 2
+    for command, names in zip(commands, (base, other), strict=True):
+        assert command.split()[3] in names
+        assert command.endswith(f"--set seed={seeds} -sb {tmp_path}")
+
+
+def test_holm_corrects_for_several_candidates(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """A p of 0.04 is enough for one candidate and not for two."""
+    add(tmp_path, 0.1, [1.0, 1.0, 1.0])
+    add(tmp_path, 0.2, [0.9, 0.87, 0.8])
+    add(tmp_path, 0.3, [1.1, 0.9, 1.05])
+    (alone,) = report(capsys, tmp_path, "rate0.1", "rate0.2")["candidates"]
+    both = report(capsys, tmp_path, "rate0.1", "rate0.2", "rate0.3")["candidates"]
+    assert both[0]["p"] == pytest.approx(2 * alone["p"])
+    assert (alone["verdict"], both[0]["verdict"]) == ("better", "not distinguishable")
+
+
+def test_samples_widen_the_bootstrap(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Equal differences of all seeds, from one of four samples: only the samples show how uncertain it is."""
+    rows = [[1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 0.2]]
+    for rate, nats in zip((0.1, 0.2), rows, strict=True):
+        add(tmp_path, rate, [float(np.mean(nats))] * 3, nats=nats)
+    (candidate,) = report(capsys, tmp_path, "rate0.1", "rate0.2")["candidates"]
+    assert candidate["samples"] == 4
+    assert candidate["t_interval"] == pytest.approx([-0.2, -0.2])
+    low, high = candidate["bootstrap_interval"]
+    assert low < -0.2 < high == 0.0
+    assert candidate["verdict"] == "not distinguishable"
+
+
+def test_a_diverged_candidate_is_worse(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    add(tmp_path, 0.1, BASE)
+    add(tmp_path, 0.2, [0.1, None, 0.1])
+    (candidate,) = report(capsys, tmp_path, "rate0.1", "rate0.2")["candidates"]
+    assert (candidate["verdict"], candidate["diverged_seeds"], candidate["difference"]) == ("worse", [1], None)
+    assert "rate0.2" not in refusal(capsys, tmp_path, "rate0.2", "rate0.1").split(":")[0]
+
+
+def test_words_select_groups_runs_ids_and_expressions(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    base, other = add(tmp_path, 0.1, BASE), add(tmp_path, 0.2, [0.8, 0.9, 1.0], higher=0.5)
+    expected = report(capsys, tmp_path, "rate0.1", "rate0.2")
+    for word in (other[1], other[2][:10], str(tmp_path / other[0]), "loop.learning_rate > 0.1"):
+        assert report(capsys, tmp_path, base[1], word) == expected
+    assert report(capsys, tmp_path, base[1], "recipe == 'toy'") == expected  # the base is not a candidate
+    (candidate,) = report(capsys, tmp_path, "rate0.1", "rate0.2", "--metric", "em")["candidates"]
+    assert candidate["verdict"] == "better"
+    (candidate,) = report(capsys, tmp_path, "rate0.1", "rate0.2", "--metric", "em", "--lower")["candidates"]
+    assert candidate["verdict"] == "worse"
+
+
+def test_parents_of_each_seed_are_one_experiment(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    parents = add(tmp_path, 0.1, BASE)
+    for rate in (0.3, 0.4):
+        for seed, parent in enumerate(parents):
+            make(tmp_path, seed, rate, 1 + rate * seed, model={"name": "experiment", "exp_id": parent})
+    content = report(capsys, tmp_path, "rate0.3", "rate0.4")
+    assert content["candidates"][0]["pairs"] == 3
+    arguments = ["rate0.3", "rate0.4", "--runs", str(tmp_path), "--min-effect", "0.01", "--run-missing"]
+    assert compare.main(arguments) == 1
+    assert "parent" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "fact"),
+    [
+        ({"data": "other"}, "validation data"),
+        ({"code": "other"}, "evaluation code"),
+        ({"inference": {"metrics": ["em"]}}, "settings of the evaluation"),
+        ({"nats": [1.0] * 9}, "amount of validation text"),
+    ],
+)
+def test_other_evaluations_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], fact: str
+):
+    base, other = add(tmp_path, 0.1, BASE), add(tmp_path, 0.2, [0.8, 0.9, 1.0], **change)
+    message = refusal(capsys, tmp_path, "rate0.1", "rate0.2")
+    assert fact in message
+    assert sum(name in message for name in [*base, *other]) == 2
+
+
+@pytest.mark.parametrize("words", [("rate0.9", "rate0.1"), ("recipe == 'toy'", "rate0.1"), ("rate0.1", "rate0.1")])
+def test_words_that_select_no_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, str]):
+    add(tmp_path, 0.1, BASE)
+    add(tmp_path, 0.2, BASE)
+    assert refusal(capsys, tmp_path, *words)
+
+
+def test_text_names_the_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    add(tmp_path, 0.1, BASE)
+    add(tmp_path, 0.2, [0.8, 0.95, 1.0])
+    assert compare.main(["rate0.1", "rate0.2", "--runs", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    for part in ("-0.1833", "better", "loop.learning_rate: 0.1 -> 0.2"):
+        assert part in text
+
+
+@pytest.mark.slow
+def test_error_rate_of_the_verdict(tmp_path: Path):
+    """Equal experiments with 3 seeds, unpaired and paired: a verdict in at most 5 % of the repetitions."""
+    from src.tables import comparison
+
+    random = np.random.default_rng(0)
+    for is_paired in (True, False):
+        wrong = 0
+        for _ in range(400):
+            sides = comparison._Sides(random.normal(size=3), random.normal(size=3), is_paired, None)
+            error, freedom = sides.standard_error()
+            assert error is not None
+            gain = float(sides.candidate.mean() - sides.base.mean())
+            wrong += comparison._t_p(gain, error, freedom, 0.0) < comparison.LEVEL
+        assert wrong <= 400 * 0.05 + 2 * (400 * 0.05 * 0.95) ** 0.5
