@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from src.errors import CheckpointError, RunError, UserError, print_errors
 from src.experiments.config import flatten
@@ -15,6 +15,7 @@ from src.runs.checkpoints import checkpoints
 from src.runs.scores import SCORES
 from src.runs.store import CONFIG, DIFF, SavedRun
 from src.runs.summary import summarize
+from src.support import documents
 from src.tables import run_arguments
 
 MAX_LINES = 40
@@ -26,6 +27,17 @@ Difference = dict[str, dict[str, Any]]
 """Key -> {"a": value, "b": value}; a side is missing if its experiment does not have the key."""
 
 
+class Document(documents.Document):
+    """Differences of two runs; no section is equal in both."""
+
+    schema: Literal["results.diff/1"]
+    a: str
+    """Id of the first run."""
+    b: str
+    sections: dict[str, Difference]
+    """Of experiment, config, code, environment, data, status and scores: {key: {"a": value, "b": value}}."""
+
+
 @print_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the differences. Returns the exit code, 0 even if there are some."""
@@ -34,8 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     differing, warnings = differences(*runs)
     run_arguments.warn(warnings)
     names = {"a": runs[0].name, "b": runs[1].name}
-    with run_arguments.output_to(options.output):
-        print(json.dumps(names | differing, indent=4) if options.format == "json" else _text(names, differing))
+    content = {**names, "sections": differing}
+    run_arguments.show(options.output, "results.diff/1", content, lambda: print(_text(names, differing)))
     return 0
 
 
@@ -133,7 +145,6 @@ def _side_text(pair: Mapping[str, Any], side: str) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m results.diff", description=__doc__)
     run_arguments.add(parser)
-    parser.add_argument("--format", choices=("text", "json"), default="text")
     return parser
 
 

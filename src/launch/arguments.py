@@ -42,7 +42,7 @@ SWITCHES = ("fsdp", "fsdp_sharded_gradients", "offload_activations", "determinis
 
 def parse(argv: Sequence[str] | None, about: str, root: Path) -> argparse.Namespace:
     """The arguments. about: the text of --help. root: of the project."""
-    return parse_arguments(make_parser(about, root), argv)
+    return parse_arguments(make_parser(about, root), argv, has_json=True)
 
 
 def make_parser(about: str, root: Path) -> argparse.ArgumentParser:
@@ -149,7 +149,6 @@ def _add_place(parser: argparse.ArgumentParser, root: Path) -> None:
         metavar="STATE",
         help="with --job_option status: only these states, such as failed lost",
     )
-    where.add_argument("--json", action="store_true", help="with --job_option status: as JSON, for programs")
     where.add_argument(
         "--watch",
         nargs="?",
@@ -269,14 +268,14 @@ def check(args: argparse.Namespace, processes: int) -> None:
         args.job_scheduler = None
     if not args.list and not args.exp_group and not args.exp_id:
         raise ConfigError(
-            "nothing to run: name a group with -e, or an experiment with --exp_id. --list shows the groups."
+            "-e, --exp_id: nothing to run. Name a group with -e, or an experiment with --exp_id; see --list."
         )
     if args.exp_group and args.exp_id:
         raise ConfigError("-e and --exp_id: give one of them.")
     if args.job_option in ("reset", "retry") and not args.job_scheduler:
         raise ConfigError(f"--job_option {args.job_option}: submits jobs. Add -j NAME, a launcher of job_configs.py.")
-    if args.job_option != "status" and (args.state or args.json or args.watch is not None):
-        raise ConfigError("--state, --json and --watch: only for --job_option status. Add it, or leave them out.")
+    if args.job_option != "status" and (args.state or args.watch is not None):
+        raise ConfigError("--state and --watch: only for --job_option status. Add it, or leave them out.")
     if (args.job_option == "throttle") != (args.max_running is not None):
         raise ConfigError("--job_option throttle and --max_running N: each needs the other. Give both, or neither.")
     if args.watch is not None and not args.watch > 0:
