@@ -82,6 +82,8 @@ def act(args: argparse.Namespace) -> int:
     from src.support import distributed
 
     arguments.check(args, distributed.world_size())
+    if args.from_run:
+        return repeat(args)
     groups = plan.read_groups()
     if args.list and not args.exp_group and not args.exp_id:
         all_items = plan.load_all(groups)
@@ -133,6 +135,23 @@ def print_table(rows: Sequence[Sequence[Any]]) -> None:
 
     for line in aligned_lines([list(map(str, row)) for row in rows]):
         print(line)
+
+
+def repeat(args: argparse.Namespace) -> int:
+    """Run an experiment again with the code of its run; returns the exit code of that training."""
+    from src.operations import recorded_code
+    from src.runs.store import SavedRun
+    from src.tables.run_arguments import find_run
+
+    run = SavedRun(find_run(args.from_run, args.savedir_base))
+    options = arguments.child_arguments(args, run.name)[6:]
+    code = recorded_code.rerun(run, args.data_path, options, args.dry_run)
+    folder = run.path.resolve().parent / recorded_code.FOLDER / run.name
+    text = f"{run.name}  {'can be repeated' if args.dry_run else folder / 'runs' / run.name}"
+    state = "new" if args.dry_run else "failed" if code else "done"
+    experiments = [{"exp_id": run.name, "where": str(folder), "state": state}]
+    documents.show("trainval.training/1", {"experiments": experiments}, lambda: print(text))
+    return code
 
 
 def describe(items: Sequence[Any]) -> dict[str, str]:

@@ -192,7 +192,7 @@ def documents_page() -> str:
         "# JSON documents",
         "What commands print with `--json`: [Machine-readable output](../machine_readable.md).",
     ]
-    for cls in [documents.Document, documents.Mistake, documents.Failure, *commands_by_type]:
+    for cls in [documents.Document, documents.Failure, *commands_by_type]:
         schema = [
             ast.literal_eval(node.slice)
             for name, node, _ in _annotated_names(cls)

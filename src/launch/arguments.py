@@ -65,6 +65,12 @@ def make_parser(about: str, root: Path) -> argparse.ArgumentParser:
         "--exp_id", metavar="ID", help="one experiment, by its id (the name of its save directory) or a prefix of it"
     )
     what.add_argument(
+        "--from-run",
+        "--from_run",
+        metavar="ID",
+        help="run an experiment of -sb again with the code of its run, in a git worktree, into <runs>/reruns/ID",
+    )
+    what.add_argument(
         "--set",
         nargs="+",
         action="extend",
@@ -266,7 +272,15 @@ def check(args: argparse.Namespace, processes: int) -> None:
     """Raise ConfigError for arguments that would be ignored. processes: number started by torchrun."""
     if args.job_scheduler in ("None", "0"):
         args.job_scheduler = None
-    if not args.list and not args.exp_group and not args.exp_id:
+    if args.from_run and (args.exp_group or args.exp_id or args.set or args.steps or args.where or args.job_scheduler):
+        raise ConfigError(
+            "--from-run: repeats a run as it was. Leave out -e, --exp_id, --set, --steps, --where and -j."
+        )
+    if args.from_run and (processes > 1 or args.list or args.job_option != "run" or args.reset):
+        raise ConfigError(
+            "--from-run: starts the processes itself, from the start. Leave out torchrun, --list, --job_option and -r."
+        )
+    if not args.list and not args.exp_group and not args.exp_id and not args.from_run:
         raise ConfigError(
             "-e, --exp_id: nothing to run. Name a group with -e, or an experiment with --exp_id; see --list."
         )

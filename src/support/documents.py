@@ -26,17 +26,11 @@ _USAGE = re.compile(r"(?:argument (.+?): )?(.*)", re.DOTALL)
 _ADVICE = re.compile(r"(?<=[^.])\.\s+(?=\S)")
 
 
-class Mistake(TypedDict):
-    """An error that the user can fix."""
-
-    kind: str
-    """Class of the error, such as `ConfigError`; `UsageError` for wrong command-line arguments."""
-    where: str | None
-    """File and line, dotted path, option or experiment."""
-    found: str
-    """What is wrong."""
-    advice: str | None
-    """What to do; None if it follows from `found`, such as "expected at least 1, got 0"."""
+Mistake = TypedDict(  # noqa: UP013  in a class, "found" would be a name
+    "Mistake", {"kind": str, "where": str | None, "found": str, "advice": str | None}
+)
+"""An error that the user can fix. kind: class of the error, or `UsageError`. where: file and line, dotted path, option
+or experiment. advice: None if it follows from `found`, such as "expected at least 1, got 0"."""
 
 
 class Document(TypedDict):
@@ -188,8 +182,8 @@ def parsing(words: Sequence[str]) -> Iterator[None]:
             sys.stdout.write(text.getvalue())
             if stop.code:
                 match = _USAGE.fullmatch(text.getvalue().rstrip().rpartition(": error: ")[2])
-                where, found = match.groups() if match else (None, "")
-                error = Mistake(kind="UsageError", where=where, found=found, advice=None)
+                where, problem = match.groups() if match else (None, "")
+                error = Mistake(kind="UsageError", where=where, found=problem, advice=None)
                 show("error/1", {}, lambda: None, [error])
             raise
 
@@ -236,8 +230,8 @@ def _split(kind: str, line: str) -> Mistake:
     where, colon, rest = line.partition(": ")
     if not colon or _ADVICE.search(where):
         where, rest = "", line
-    found, *advice = _ADVICE.split(rest, maxsplit=1)
-    return Mistake(kind=kind, where=where or None, found=found.rstrip("."), advice=advice[0] if advice else None)
+    problem, *advice = _ADVICE.split(rest, maxsplit=1)
+    return Mistake(kind=kind, where=where or None, found=problem.rstrip("."), advice=advice[0] if advice else None)
 
 
 def dump(schema: str, content: Mapping[str, Any], errors: Sequence[Mistake] = ()) -> str:
