@@ -255,7 +255,7 @@ def document_errors() -> Iterator[str]:
     mkdocs checks the links of the pages in docs/."""
     readme = (ROOT / "README.md").read_text()
     site = sorted((ROOT / "docs").rglob("*.md"))
-    pages = [ROOT / "README.md", *(path for path in site if path.parent == ROOT / "docs")]
+    pages = [ROOT / "README.md", ROOT / "AGENTS.md", *(path for path in site if path.parent == ROOT / "docs")]
     others = [ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md")]
     documents = [*pages, *others, *sorted((ROOT / "resources").rglob("*.md"))]
     targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
