@@ -68,9 +68,8 @@ def folder(runs: Path, tmp_path: Path) -> Path:
         f'<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.11/">{page}</mediawiki>'
     )
     message = {"message_id": "m", "role": "prompter", "lang": "en", "text": "hello", "replies": []}
-    (tmp_path / "trees.jsonl").write_text(
-        json.dumps({"message_tree_id": "m", "tree_state": "growing", "prompt": message}) + "\n"
-    )
+    trees = (json.dumps({"message_tree_id": str(i), "tree_state": "growing", "prompt": message}) for i in range(37))
+    (tmp_path / "trees.jsonl").write_text("".join(f"{tree}\n" for tree in trees))
     return tmp_path
 
 
