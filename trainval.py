@@ -10,42 +10,55 @@ python trainval.py -e crossattn_tiny --job_option status         show the states
 
 import argparse
 import contextlib
+import functools
 import json
 import logging
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from src.errors import end_with_reader
 from src.launch import arguments
+from src.support import documents
 
 ROOT = Path(__file__).resolve().parent
 LOGGERS = ("trainval", "src")
 log = logging.getLogger("trainval")
 
 
+@end_with_reader
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
-    args = arguments.parse(argv, __doc__ or "", ROOT)
-    from src.errors import LaunchError, UserError, end_with_reader
+    with documents.scope():
+        return run(arguments.parse(argv, __doc__ or "", ROOT))
+
+
+def run(args: argparse.Namespace) -> int:
+    """`act`, with errors and stops as messages and exit codes."""
+    from src.errors import LaunchError, UserError
     from src.support import distributed
 
     logging.basicConfig(format="%(message)s")
     for name in LOGGERS:
         logging.getLogger(name).setLevel(logging.INFO if distributed.is_main() else logging.ERROR)
     try:
-        return end_with_reader(act)(args)
+        return act(args)
     except UserError as error:
         # Each process reports a failed start: the launcher ends the remaining ones as soon as the first exits.
         if distributed.is_main() or isinstance(error, LaunchError):
             complain(str(error))
-        return 1
+        kind, message, code = type(error).__name__, str(error), 1
     except KeyboardInterrupt:
-        return 130
+        kind, message, code = "KeyboardInterrupt", "interrupted", 130
     except distributed.StopTraining as stopped:
-        log.info("%s: stopped. The same command resumes from here.", stopped.reason.by)
-        return stopped.exit_code
+        message = f"{stopped.reason.by}: stopped. The same command resumes from here."
+        log.info(message)
+        kind, code = "StopTraining", stopped.exit_code
+    if distributed.is_main():
+        documents.show_error(kind, message)
+    return code
 
 
 def complain(mistakes: str) -> None:
@@ -67,15 +80,17 @@ def act(args: argparse.Namespace) -> int:
     from src.runs import parents, plan
     from src.runs.store import RunStore
     from src.support import distributed
-    from src.support.command_line import aligned_lines
 
     arguments.check(args, distributed.world_size())
+    if args.from_run:
+        return repeat(args)
     groups = plan.read_groups()
     if args.list and not args.exp_group and not args.exp_id:
         all_items = plan.load_all(groups)
-        lines = [[name, str(len(group)), plan.describe_group(group, all_items)] for name, group in groups.items()]
-        for line in aligned_lines([["group", "experiments", "recipe: model on data"], *lines]):
-            print(line)
+        rows = [[name, len(group), plan.describe_group(group, all_items)] for name, group in groups.items()]
+        dicts = [dict(zip(("group", "experiments", "about"), row, strict=True)) for row in rows]
+        head = ["group", "experiments", "recipe: model on data"]
+        documents.show("trainval.groups/1", {"groups": dicts}, lambda: print_table([head, *rows]))
         return 0
     store = RunStore(args.savedir_base)
     selected = select(args, groups, store)
@@ -88,8 +103,10 @@ def act(args: argparse.Namespace) -> int:
     places = Places(args.data_path, args.savedir_base, {exp_id: item.exp for exp_id, item in all_items.items()})
     if args.list:
         differs = describe(selected) if len(selected) > 1 else {selected[0].exp_id: json.dumps(selected[0].exp)}
-        for line in aligned_lines([[item.exp_id, item.where, differs[item.exp_id]] for item in selected]):
-            print(line)
+        rows = [[item.exp_id, item.where, differs[item.exp_id]] for item in selected]
+        dicts = [dict(zip(("exp_id", "where", "differs"), row, strict=True)) for row in rows]
+        content = [{**row, "exp": item.exp} for row, item in zip(dicts, selected, strict=True)]
+        documents.show("trainval.experiments/1", {"experiments": content}, lambda: print_table(rows))
         return 0
     items = plan.add_parents(selected, all_items, args.with_parents)
     selected_ids = {item.exp_id for item in selected}
@@ -105,10 +122,36 @@ def act(args: argparse.Namespace) -> int:
     problems = plan.find_problems(items, places, reset, pending_ids, args.micro_batch, target is None, store)
     messages = plan.merge_problems(problems, all_items)
     if args.dry_run:
-        return show(items, problems, messages, store, places) | (show_memory(args, items, places) if args.memory else 0)
+        memory = plan_memory(args, items, places) if args.memory else None
+        return show(items, problems, messages, store, memory, places)
     if problems:
         raise ConfigError("\n".join(messages))
     return submit(target, args, items, selected_ids, places) if target else train(args, items, selected_ids, places)
+
+
+def print_table(rows: Sequence[Sequence[Any]]) -> None:
+    """Print rows with aligned columns."""
+    from src.support.command_line import aligned_lines
+
+    for line in aligned_lines([list(map(str, row)) for row in rows]):
+        print(line)
+
+
+def repeat(args: argparse.Namespace) -> int:
+    """Run an experiment again with the code of its run; returns the exit code of that training."""
+    from src.operations import recorded_code
+    from src.runs.store import SavedRun
+    from src.tables.run_arguments import find_run
+
+    run = SavedRun(find_run(args.from_run, args.savedir_base))
+    options = arguments.child_arguments(args, run.name)[6:]
+    code = recorded_code.rerun(run, args.data_path, options, args.dry_run)
+    folder = run.path.resolve().parent / recorded_code.FOLDER / run.name
+    text = f"{run.name}  {'can be repeated' if args.dry_run else folder / 'runs' / run.name}"
+    state = "new" if args.dry_run else "failed" if code else "done"
+    experiments = [{"exp_id": run.name, "where": str(folder), "state": state}]
+    documents.show("trainval.training/1", {"experiments": experiments}, lambda: print(text))
+    return code
 
 
 def describe(items: Sequence[Any]) -> dict[str, str]:
@@ -151,26 +194,52 @@ def choose(experiments: Sequence[Any], where: str, store: Any) -> list[Any]:
     return [item for item in experiments if item.exp_id in selected_ids]
 
 
-def show(items: Sequence[Any], problems: dict[str, list[str]], messages: Sequence[str], store: Any, places: Any) -> int:
-    """Print the plan, with the steps of budgets, and all problems; return exit code 1 if there is a problem."""
-    done = 0
-    for item in items:
-        state = store[item.exp_id].state_or_damage
-        done += state == "done" and item.exp_id not in problems
-        has_budget = (item.exp.get("loop") or {}).get("budget") and item.exp_id not in problems
-        steps = f"  {item.recipe.with_steps(places).loop.steps} steps" if has_budget else ""
-        print(f"{item.exp_id}  {item.where:<30}  {state}{steps}")
-    complain("\n".join(messages))
-    not_ready = f", {len(problems)} that cannot run" if problems else ""
-    print(
-        f"{len(items)} experiment{'s' * (len(items) != 1)}: "
-        f"{done} done, {len(items) - len(problems) - done} to run{not_ready}."
-    )
-    return 1 if problems else 0
+def show(
+    items: Sequence[Any],
+    problems: dict[str, list[str]],
+    messages: Sequence[str],
+    store: Any,
+    memory: tuple[list[Any], list[str], list[str]] | None,
+    places: Any,
+) -> int:
+    """Print the plan, with the steps of budgets, and all problems; return exit code 1 if there is a problem. memory: of
+    `plan_memory`."""
+    states = {item.exp_id: store[item.exp_id].state_or_damage for item in items}
+    steps = {
+        item.exp_id: item.recipe.with_steps(places).loop.steps
+        for item in items
+        if (item.exp.get("loop") or {}).get("budget") and item.exp_id not in problems
+    }
+    done = sum(state == "done" and exp_id not in problems for exp_id, state in states.items())
+    to_run = len(items) - len(problems) - done
+    plans, lines, mistakes = memory or ([], [], [])
+
+    def write() -> None:
+        for item in items:
+            of_budget = f"  {steps[item.exp_id]} steps" if item.exp_id in steps else ""
+            print(f"{item.exp_id}  {item.where:<30}  {states[item.exp_id]}{of_budget}")
+        complain("\n".join(messages))
+        not_ready = f", {len(problems)} that cannot run" if problems else ""
+        print(f"{len(items)} experiment{'s' * (len(items) != 1)}: {done} done, {to_run} to run{not_ready}.")
+        print("\n".join(lines), end="\n" * bool(lines))
+        complain("\n".join(mistakes))
+
+    errors = [mistake for line in (*messages, *mistakes) for mistake in documents.mistakes("ConfigError", line)]
+    experiments = [
+        {"exp_id": exp_id, "where": item.where, "state": states[exp_id], "can_run": exp_id not in problems}
+        | ({"steps": steps[exp_id]} if exp_id in steps else {})
+        for item in items
+        for exp_id in [item.exp_id]
+    ]
+    counts = {"done": done, "to_run": to_run, "cannot_run": len(problems)}
+    documents.show("trainval.plan/1", {"experiments": experiments, **counts, "memory": plans}, write, errors)
+    return 1 if errors else 0
 
 
-def show_memory(args: argparse.Namespace, items: Sequence[Any], places: Any) -> int:
-    """Print the estimated GPU memory and hours of each training; return exit code 1 if an estimate fails."""
+def plan_memory(
+    args: argparse.Namespace, items: Sequence[Any], places: Any
+) -> tuple[list[dict[str, Any]], list[str], list[str]]:
+    """The estimated GPU memory and hours of each training, the same as lines, and mistakes of failed estimates."""
     from src.launch import memory_table
     from src.runs.plan import merge_mistakes, replace_micro_batch
 
@@ -178,14 +247,10 @@ def show_memory(args: argparse.Namespace, items: Sequence[Any], places: Any) -> 
         name: getattr(args, name) for name in ("fsdp", "fsdp_sharded_gradients", "deepspeed", "gradient_checkpointing")
     }
     machines |= {"gpus": args.gpus or 1, "gpu": args.gpu or "H100"}
-    lines, mistakes = memory_table.plan_all(
+    plans, mistakes = memory_table.plan_all(
         [replace_micro_batch(item, args.micro_batch) for item in items], places, machines
     )
-    for line in lines:
-        print(line)
-    for message in merge_mistakes(mistakes):
-        complain(message)
-    return 1 if mistakes else 0
+    return memory_table.to_dicts(plans), memory_table.table(plans, machines), merge_mistakes(mistakes)
 
 
 def submit(target: Any, args: argparse.Namespace, items: Sequence[Any], selected_ids: set[str], places: Any) -> int:
@@ -200,8 +265,16 @@ def submit(target: Any, args: argparse.Namespace, items: Sequence[Any], selected
     request = actions.Request(
         places.runs, items, selected_ids, ROOT, command, args.python_binary, args.reset, (places.data,)
     )
-    actions.run(request, target, args.job_option)
+    job_ids = actions.run(request, target, args.job_option)
+    show_jobs(args.job_option, job_ids, [item.exp_id for item in items])
     return 0
+
+
+def show_jobs(action: str, job_ids: Mapping[str, str], exp_ids: Sequence[str]) -> None:
+    """With --json, print the jobs that an action started or changed, and the experiments without one."""
+    jobs = [{"exp_id": exp_id, "job_id": job_id} for exp_id, job_id in job_ids.items()]
+    skipped_ids = [exp_id for exp_id in exp_ids if exp_id not in job_ids]
+    documents.show("trainval.jobs/1", {"action": action, "jobs": jobs, "skipped": skipped_ids}, lambda: None)
 
 
 def look(args: argparse.Namespace, items: Sequence[Any], places: Any) -> int:
@@ -212,9 +285,11 @@ def look(args: argparse.Namespace, items: Sequence[Any], places: Any) -> int:
 
     exp_ids = [item.exp_id for item in items]
     if args.job_option == "kill":
-        actions.kill(places.runs, exp_ids)
+        show_jobs("kill", actions.kill(places.runs, exp_ids), exp_ids)
     elif args.job_option == "throttle":
-        actions.throttle(places.runs, exp_ids, args.max_running)
+        show_jobs("throttle", actions.throttle(places.runs, exp_ids, args.max_running), exp_ids)
+    elif args.job_option == "logs" and args.json:
+        documents.show("trainval.logs/1", {"lines": logs.last_lines(places.runs, exp_ids)}, lambda: None)
     elif args.job_option == "logs":
         for line in logs.follow(places.runs, exp_ids):
             print(line, flush=True)
@@ -223,13 +298,12 @@ def look(args: argparse.Namespace, items: Sequence[Any], places: Any) -> int:
         while True:
             rows = status.table(RunStore(places.runs), exp_ids)
             visible_rows = [row for row in rows if not args.state or row.state in args.state]
-            if args.json:
-                lines = [status.to_json(visible_rows, differs)]
-            elif visible_rows:
+            if visible_rows:
                 lines = [*status.format_table(visible_rows, differs), status.summarize(visible_rows)]
             else:
                 lines = [f"No experiment has the state {' or '.join(args.state)}. {status.summarize(rows)}"]
-            print("\n".join(lines), flush=True)
+            content = {"experiments": status.to_dicts(visible_rows, differs)}
+            documents.show("trainval.status/1", content, functools.partial(print, "\n".join(lines), flush=True))
             if args.watch is None or not any(row.state in ALIVE or (row.doubt and row.job_id) for row in rows):
                 break
             time.sleep(args.watch)
@@ -247,7 +321,7 @@ def train(args: argparse.Namespace, items: Sequence[Any], selected_ids: set[str]
     from src.support import distributed
 
     options = arguments.training_options(args, distributed.world_size())
-    failures: list[str] = []
+    failures: dict[str, tuple[str, str]] = {}
     with distributed.stoppable(), distributed.session(args.deterministic):
         for item in items:
             if any(
@@ -265,9 +339,17 @@ def train(args: argparse.Namespace, items: Sequence[Any], selected_ids: set[str]
                 message = prefix_lines(error, item.where)
                 if distributed.is_main():
                     complain(message)
-                failures.append(f"{item.exp_id} ({message.splitlines()[0]})")
+                failures[item.exp_id] = type(error).__name__, message
+    lines = [f"{exp_id} ({message.splitlines()[0]})" for exp_id, (_, message) in failures.items()]
     if failures and len(items) > 1 and distributed.is_main():
-        complain(f"{len(items) - len(failures)} done, {len(failures)} failed: {'; '.join(failures)}")
+        complain(f"{len(items) - len(failures)} done, {len(failures)} failed: {'; '.join(lines)}")
+    if distributed.is_main():
+        experiments = [
+            {"exp_id": item.exp_id, "where": item.where, "state": "failed" if item.exp_id in failures else "done"}
+            for item in items
+        ]
+        errors = [mistake for failure in failures.values() for mistake in documents.mistakes(*failure)]
+        documents.show("trainval.training/1", {"experiments": experiments}, lambda: None, errors)
     return 1 if failures else 0
 
 

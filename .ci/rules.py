@@ -22,7 +22,7 @@ def in_src(*names: str) -> set[str]:
 # A layer can import itself and the layers of the levels above it in this list. A module belongs to the longest of these
 # names that it starts with.
 LEVELS: list[set[str]] = [
-    {"src.support.missing_package"},
+    {"src.support.missing_package", "src.support.documents"},
     {"src.errors", "src.support.read_cache", "src.__init__"},
     {"src.experiments.batches", "src.experiments.dataset_protocols"},
     {"src.support.parsing", "src.support.renaming"},
@@ -257,7 +257,7 @@ def document_errors() -> Iterator[str]:
     mkdocs checks the links of the pages in docs/."""
     readme = (ROOT / "README.md").read_text()
     site = sorted((ROOT / "docs").rglob("*.md"))
-    pages = [ROOT / "README.md", *(path for path in site if path.parent == ROOT / "docs")]
+    pages = [ROOT / "README.md", ROOT / "AGENTS.md", *(path for path in site if path.parent == ROOT / "docs")]
     others = [ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md")]
     documents = [*pages, *others, *sorted((ROOT / "resources").rglob("*.md"))]
     targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))

@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import hashlib
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,8 @@ from typing import Any
 
 from src import files
 from src.errors import DataError, RunError, print_errors
+from src.support import documents
+from src.support.documents import report
 
 log = logging.getLogger(__name__)
 _REPORT_SECONDS = 10.0
@@ -34,11 +37,16 @@ def main_of(
     @print_errors
     def main(argv: Sequence[str] | None = None) -> int:
         """Run the command line; return the exit code."""
-        parser = argparse.ArgumentParser(prog=command, description=(doc or "").partition("\n\n")[2].strip())
+        about = (doc or "").partition("\n\n")[2].strip()
+        parser = argparse.ArgumentParser(prog=command, description=about, allow_abbrev=False)
         add_options(parser)
-        options = parser.parse_args(argv)
+        documents.add_option(parser)
+        with documents.parsing(sys.argv[1:] if argv is None else argv):
+            options = vars(parser.parse_args(argv))
+        del options["json"]
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-        run(**vars(options))
+        run(**options)
+        documents.show_steps(command)
         return 0
 
     return main
@@ -64,7 +72,10 @@ def is_made(folders: Sequence[Path], made_from: Mapping[str, Any]) -> bool:
         for folder in folders
     ):
         return False
-    print(f"{', '.join(map(str, folders))}: complete and made from these sources with these options: nothing to do.")
+    names = ", ".join(map(str, folders))
+    report(
+        f"{names}: complete and made from these sources with these options: nothing to do.", folder=names, made=False
+    )
     return True
 
 
@@ -86,7 +97,8 @@ def make_folder(
     facts: dict[str, Any] = {"command": command, "made_from": made_from}
     with files.new_directory(folder, facts) as partial_folder:
         facts |= fill(partial_folder)
-    print(f"{folder}: made in {time.monotonic() - start:.1f} s")
+    seconds = time.monotonic() - start
+    report(f"{folder}: made in {seconds:.1f} s", folder=folder, made=True, seconds=seconds)
     return facts
 
 

@@ -202,7 +202,9 @@ def convert(weights: Path, tokenizer: Path, data_path: Path, name: str | None) -
     with files.new_directory(target) as partial_folder:
         model.save_pretrained(partial_folder)
         tokenizer_of(tokens).save_pretrained(partial_folder)
-    print(f"{target}: {model.num_parameters()} parameters, {len(tokens)} tokens.")
+    parameters = model.num_parameters()
+    text = f"{target}: {parameters} parameters, {len(tokens)} tokens."
+    command.report(text, folder=target, parameters=parameters, tokens=len(tokens))
 
 
 main = command.main_of(COMMAND, __doc__, _add_options, convert)

@@ -201,18 +201,28 @@ def _print_summary(
     folder: Path, splits: dict[str, list[dict[str, Any]]], num_reused_tokens: int, seconds: float
 ) -> None:
     tokens = sum(shard["tokens"] for split_shards in splits.values() for shard in split_shards)
-    print(
-        f"{folder}: made in {seconds:.1f} s, {(tokens - num_reused_tokens) / seconds:,.0f} tokens/s"
-        + (f"; {num_reused_tokens:,} were there" if num_reused_tokens else "")
+    speed = (tokens - num_reused_tokens) / seconds
+    command.report(
+        f"{folder}: made in {seconds:.1f} s, {speed:,.0f} tokens/s"
+        + (f"; {num_reused_tokens:,} were there" if num_reused_tokens else ""),
+        folder=folder,
+        made=True,
+        seconds=seconds,
+        tokens_per_second=speed,
+        reused_tokens=num_reused_tokens,
     )
     for split, split_shards in splits.items():
         documents, tokens = (
             sum(shard["documents"] for shard in split_shards),
             sum(shard["tokens"] for shard in split_shards),
         )
-        print(
+        command.report(
             f"{split:6} {documents:,} documents, {tokens:,} tokens with their end tokens, {len(split_shards)} "
-            f"shard{'s' * (len(split_shards) > 1)}"
+            f"shard{'s' * (len(split_shards) > 1)}",
+            split=split,
+            documents=documents,
+            tokens=tokens,
+            shards=len(split_shards),
         )
 
 

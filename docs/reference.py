@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 
 from src.experiments.config import Config
 from src.experiments.registry import DATASETS, LAUNCHERS, METRICS, MODELS, RECIPES, REWARDS
+from src.support import documents
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLES = {
@@ -45,11 +46,19 @@ PAGE_OF_FIELD_TYPE = {
 """Fields that name a component, by their type as it is written."""
 CONSTRAINTS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤", "min_length": "length ≥", "max_length": "length ≤"}
 COMMANDS = ("trainval.py", "data_prep", "results", "src")
+TRAINVAL: list[type] = [
+    *(documents.Groups, documents.Experiments, documents.Plan, documents.Jobs, documents.Status, documents.Logs),
+    documents.Training,
+]
+"""The documents of trainval.py."""
 
 
 def pages() -> dict[str, str]:
     """{path below docs/: Markdown} of each generated page."""
-    return component_pages() | {"reference/commands.md": commands_page()}
+    return component_pages() | {
+        "reference/commands.md": commands_page(),
+        "reference/documents.md": documents_page(),
+    }
 
 
 def component_pages() -> dict[str, str]:
@@ -141,16 +150,61 @@ def declarations(cls: type[Config]) -> dict[str, tuple[type, ast.expr, str]]:
     for base in cls.__mro__:
         if not (isinstance(base, type) and issubclass(base, Config)) or base is Config:
             continue
-        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
-        assert isinstance(body, ast.ClassDef)
-        for node, following in zip(body.body, [*body.body[1:], ast.Pass()], strict=True):
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                text = ""
-                if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
-                    text = " ".join(str(following.value.value).split())
-                owner, annotation, earlier_text = fields.setdefault(node.target.id, (base, node.annotation, text))
-                fields[node.target.id] = owner, annotation, earlier_text or text
+        for name, annotation, text in _annotated_names(base):
+            owner, first_annotation, first_text = fields.setdefault(name, (base, annotation, text))
+            fields[name] = owner, first_annotation, first_text or text
     return {name: fields[name] for name in cls.model_fields}
+
+
+def _annotated_names(cls: type) -> Iterator[tuple[str, ast.expr, str]]:
+    """(name, annotation, docstring) in the body of a class."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    for node, following in zip(body.body, [*body.body[1:], ast.Pass()], strict=True):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            has_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+            text = " ".join(str(following.value.value).split()) if has_text else ""  # type: ignore[attr-defined]
+            yield node.target.id, node.annotation, text
+
+
+def document_types() -> dict[str, list[type]]:
+    """{command line: the types of its documents} of each command with --json, errors left out."""
+    types: dict[str, list[type]] = {}
+    for line, parser in commands().items():
+        if any("--json" in action.option_strings for action in parser._actions) and not line.startswith(
+            "python -m src."
+        ):
+            module = importlib.import_module(
+                line.removeprefix("python ").removeprefix("-m ").split()[0].removesuffix(".py")
+            )
+            shared = {"python trainval.py": TRAINVAL, "python -m results.dashboard": [documents.Address]}
+            document = documents.Steps if "data_prep" in line else getattr(module, "Document", documents.File)
+            types[line] = shared.get(line) or [document]
+    return types
+
+
+def documents_page() -> str:
+    commands_by_type: dict[type, list[str]] = {}
+    for line, types in document_types().items():
+        for cls in types:
+            commands_by_type.setdefault(cls, []).append(f"`{line.removeprefix('python ')}`")
+    parts = [
+        "# JSON documents",
+        "What commands print with `--json`: [Machine-readable output](../machine_readable.md).",
+    ]
+    for cls in [documents.Document, documents.Failure, *commands_by_type]:
+        schema = [
+            ast.literal_eval(node.slice)
+            for name, node, _ in _annotated_names(cls)
+            if name == "schema" and isinstance(node, ast.Subscript)
+        ]
+        fields = [(name, node, text) for name, node, text in _annotated_names(cls) if name != "schema"]
+        lines = ["| member | type | meaning |", "|---|---|---|"] if fields else []
+        lines += [f"| `{name}` | `{ast.unparse(node)}` | {_cell(text)} |" for name, node, text in fields]
+        title = schema[0] if schema else "Every document" if cls is documents.Document else cls.__name__
+        parts += [f"## {title}", _prose(inspect.getdoc(cls) or ""), "\n".join(lines)]
+        parts += [f"Printed by {', '.join(commands_by_type[cls])}."] if cls in commands_by_type else []
+    return "\n\n".join(part for part in parts if part)
 
 
 def _fields(cls: type[Config], anchors: dict[type, str]) -> str:

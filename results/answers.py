@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any, Literal
 
 from results.pages import markup
 from results.rescore import experiment_metrics, read
@@ -21,9 +22,19 @@ from src.errors import DataError, print_errors
 from src.evaluation.metrics.answers import INFERENCE, WRONG, answer_scores, group_by_question, question_scores
 from src.experiments.dataset_protocols import Prediction
 from src.experiments.registry import METRICS, bind
+from src.support import documents
 from src.tables import results, run_arguments
 
 NOTHING = "(nothing)"
+
+
+class Document(documents.Document):
+    """Scores and samples of a run."""
+
+    schema: Literal["results.answers/1"]
+    files: list[dict[str, Any]]
+    """`file`, `score` with its `value`, `right` of `questions`; `gains` over wrong contexts with intervals of 95 %;
+    `samples`, with `answer` (question, contexts, references, text) and `scores`."""
 
 
 @print_errors
@@ -35,12 +46,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows, warnings = run_arguments.select(options)
     run_arguments.warn(warnings)
     run, about = best_run(options.runs, rows)
-    with run_arguments.output_to(options.output):
-        for name, entries in samples(run).items():
-            print(f"{run.name}/{INFERENCE}/{name}.jsonl: {about}")
-            print(f"{describe_score(entries)}\n{compare(entries)}")
-            for sample in choose(entries, options.count, options.wrong):
+    entries_by_file = {f"{run.name}/{INFERENCE}/{name}.jsonl": entries for name, entries in samples(run).items()}
+    shown_samples = {file: choose(entries, options.count, options.wrong) for file, entries in entries_by_file.items()}
+
+    def write() -> None:
+        for file, entries in entries_by_file.items():
+            print(f"{file}: {about}\n{describe_score(entries)}\n{compare(entries)}")
+            for sample in shown_samples[file]:
                 print(describe(sample))
+
+    files = [
+        {"file": file, "about": about, **score_facts(entries), "gains": gains(entries), "samples": shown_samples[file]}
+        for file, entries in entries_by_file.items()
+    ]
+    run_arguments.show(options.output, "results.answers/1", {"files": files}, write)
     return 0
 
 
@@ -125,19 +144,36 @@ def _samples(file: Path, stamp: object, control: object) -> tuple[Sample, ...]:
 
 def describe_score(entries: Sequence[Sample]) -> str:
     """The first score of the answers in words: "em 0.75: 3 of 4 questions are answered right."."""
+    facts = score_facts(entries)
+    counts = f"{facts['right']} of {facts['questions']} questions are answered right."
+    return f"{facts['score']} {facts['value']:.4g}: {counts}"
+
+
+def score_facts(entries: Sequence[Sample]) -> dict[str, Any]:
+    """Name and mean of the first score, and the number of questions, and of those answered right."""
     name = next(iter(entries[0].scores))
     values = _by_question(entries, [sample.scores[name] for sample in entries])
-    return f"{name} {statistics.fmean(values):.4g}: {values.count(1)} of {len(values)} questions are answered right."
+    mean = statistics.fmean(values)
+    return {"score": name, "value": mean, "right": values.count(1), "questions": len(values)}
 
 
 def compare(entries: Sequence[Sample]) -> str:
     """A line per score: means with right and wrong contexts, and the difference with a 95 % interval.
-    Empty without answers to wrong contexts.
+    Empty without answers to wrong contexts."""
+    return "".join(
+        f"{each['score']} {each['right_contexts']:.4g}, "
+        f"{each['wrong_contexts']:.4g} with the context of a different question: a gain of "
+        f"{each['gain']:.4g} (95 % interval {each['low']:.4g} to {each['high']:.4g}) over {each['questions']} "
+        "questions.\n"
+        for each in gains(entries)
+    )
 
-    The interval of the mean difference per question is 1.96 standard errors to each side.
-    """
+
+def gains(entries: Sequence[Sample]) -> list[dict[str, Any]]:
+    """The numbers of `compare`. The interval of the mean difference per question is 1.96 standard errors wide to each
+    side."""
     pairs = [sample for sample in entries if sample.other is not None]
-    lines = []
+    rows = []
     for name in pairs[0].scores if pairs else ():
         right, wrong = (
             _by_question(pairs, [each[name] for each in column])
@@ -145,12 +181,9 @@ def compare(entries: Sequence[Sample]) -> str:
         )
         differences = [a - b for a, b in zip(right, wrong, strict=True)]
         mean, error = statistics.fmean(differences), 1.96 * statistics.pstdev(differences) / math.sqrt(len(differences))
-        lines.append(
-            f"{name} {statistics.fmean(right):.4g}, "
-            f"{statistics.fmean(wrong):.4g} with the context of a different question: a gain of "
-            f"{mean:.4g} (95 % interval {mean - error:.4g} to {mean + error:.4g}) over {len(right)} questions."
-        )
-    return "".join(f"{line}\n" for line in lines)
+        means = {"right_contexts": statistics.fmean(right), "wrong_contexts": statistics.fmean(wrong), "gain": mean}
+        rows.append({"score": name, **means, "low": mean - error, "high": mean + error, "questions": len(right)})
+    return rows
 
 
 def _by_question(entries: Sequence[Sample], values: Sequence[float]) -> list[float]:

@@ -12,9 +12,10 @@ import shutil
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Literal, NotRequired
 
 from src.errors import ConfigError, DataError, LaunchError, UserError, print_errors
 from src.files import writing
@@ -22,6 +23,7 @@ from src.launch import submissions
 from src.operations import deletion
 from src.runs.checkpoints import retention
 from src.runs.store import SavedRun
+from src.support import documents
 from src.support.command_line import make_parser, require_at_least
 from src.tables import results, run_arguments
 
@@ -44,6 +46,21 @@ class Cleanup:
         return [*(path for plan in self.plans for path in plan.deletable), *self.snapshots]
 
 
+class Document(documents.Document):
+    """Deletable or deleted folders and files."""
+
+    schema: Literal["results.clean/1"]
+    paths: list[dict[str, Any]]
+    """Each with `path` and `bytes`."""
+    bytes: int
+    """Of all paths."""
+    is_deleted: bool
+    runs: NotRequired[int]
+    """With --delete: the number of runs."""
+    restarted_runs: NotRequired[int]
+    """With --delete: the number of runs that were restarted with -r 1."""
+
+
 @print_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print deletable files with their sizes, and delete them if requested.
@@ -62,11 +79,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sizes = {path: retention.folder_bytes(path) for path in cleanup.paths}
         failed = delete(options.runs, cleanup) if options.apply else []
     run_arguments.warn([*cleanup.warnings, *failed])
-    with run_arguments.output_to(options.output):
-        _report(
-            {path: bytes_ for path, bytes_ in sizes.items() if not (options.apply and path.exists())}, options.apply
-        )
+    deleted_sizes = {path: bytes_ for path, bytes_ in sizes.items() if not (options.apply and path.exists())}
+    content, errors = (
+        _content(deleted_sizes, options.apply),
+        documents.mistakes("RunError", "\n".join(failed)) if failed else (),
+    )
+    run_arguments.show(
+        options.output, "results.clean/1", content, lambda: _report(deleted_sizes, options.apply), errors
+    )
     return 1 if failed else 0
+
+
+def _content(sizes: Mapping[Path, int], is_deleted: bool) -> dict[str, Any]:
+    paths = [{"path": path, "bytes": bytes_} for path, bytes_ in sizes.items()]
+    return {"paths": paths, "bytes": sum(sizes.values()), "is_deleted": is_deleted}
 
 
 def _delete_runs(options: argparse.Namespace) -> int:
@@ -92,12 +118,17 @@ def _delete_runs(options: argparse.Namespace) -> int:
         _count(len(cleanup.resets), "restarted run"),
         _format_bytes(sum(sizes.values())),
     ]
-    with run_arguments.output_to(options.output):
+    counts = {"runs": len(cleanup.runs), "restarted_runs": len(cleanup.resets)}
+
+    def write() -> None:
         for path, bytes_ in sizes.items():
             print(f"{_format_bytes(bytes_):>10}  {path}")
         print(f"To delete: {', '.join(parts)}." if sizes else "There is nothing to delete.")
+
+    if options.output or not options.json:
+        run_arguments.show(options.output, "results.clean/1", counts | _content(sizes, False), write)
     if not sizes or not (options.yes or _confirm()):
-        print("Nothing was deleted.")
+        documents.show("results.clean/1", counts | _content(sizes, False), lambda: print("Nothing was deleted."))
         return 0
     with submissions.lock(options.runs):  # no submissions until the deletion: a new child could start from a run
         now = deletion.plan(options.runs, cleanup.runs, before)
@@ -105,9 +136,12 @@ def _delete_runs(options: argparse.Namespace) -> int:
         now.resets = [path for path in now.resets if path in cleanup.resets]
         failed = deletion.delete(now)
     run_arguments.warn([*new, *failed])
-    freed_bytes = sum(bytes_ for path, bytes_ in sizes.items() if not os.path.lexists(path))
+    deleted_sizes = {path: bytes_ for path, bytes_ in sizes.items() if not os.path.lexists(path)}
     count = sum(not path.exists() for path in cleanup.runs)
-    print(f"Deleted: {_count(count, 'run')}, {_format_bytes(freed_bytes)}.")
+    text = f"Deleted: {_count(count, 'run')}, {_format_bytes(sum(deleted_sizes.values()))}."
+    content = {**counts, "runs": count, **_content(deleted_sizes, True)}
+    errors = documents.mistakes("RunError", "\n".join([*new, *failed])) if new or failed else ()
+    documents.show("results.clean/1", content, lambda: print(text), errors)
     return 1 if new or failed else 0
 
 

@@ -12,10 +12,12 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from src.errors import ConfigError, print_errors
+from src.support import documents
 from src.support.command_line import parse_arguments
 from src.tables import comparability, results, run_arguments
 from src.tables.comparability import Family
@@ -24,6 +26,21 @@ from src.tables.results import FINISHED, Row
 from src.tables.terminal_table import draw_rich, plain
 
 _ID_START = re.compile(r"[0-9a-f]{4,128}")
+
+
+class Document(documents.Document):
+    """Differences of each candidate from the base. Numbers that are not finite are null."""
+
+    schema: Literal["results.compare/1"]
+    metric: str
+    min_effect: float
+    base: dict[str, Any]
+    """`exp_ids`, `seeds`, `mean` and `cost` by unit."""
+    candidates: list[dict[str, Any]]
+    """The same, and `difference`, `t_interval`, `bootstrap_interval`, `pairs` of seeds, `is_paired`, `samples`, `p`,
+    `verdict` (better, worse, not distinguishable), `more_seeds`, `diverged_seeds` and `differences` by section."""
+    commands: list[str] | None
+    """With `--run-missing`: commands that train the missing seeds."""
 
 
 @dataclass
@@ -40,7 +57,7 @@ class Report:
 @print_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the comparison. Returns the exit code, 0 for any verdict."""
-    options = parse_arguments(_parser(), arguments)
+    options = parse_arguments(_parser(), arguments, has_json=True)
     report = make_report(
         options.runs,
         options.base,
@@ -51,13 +68,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         seed=options.seed_key,
     )
     run_arguments.warn(report.warnings)
-    with run_arguments.output_to(options.output):
-        if options.run_missing:
-            print(*missing_commands(report, options.runs, options.seed_key), sep="\n")
-        elif options.format == "json":
-            print(json.dumps(to_dict(report, options.seed_key), indent=4, allow_nan=False))
-        else:
-            _print_text(to_dict(report, options.seed_key))
+    commands = missing_commands(report, options.runs, options.seed_key) if options.run_missing else None
+    content = to_dict(report, options.seed_key) | {"commands": commands}
+    write = partial(_print_text, content) if commands is None else partial(print, *commands, sep="\n")
+    run_arguments.show(options.output, "results.compare/1", content, write)
     return 0
 
 
@@ -278,7 +292,6 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="print only the commands that train the missing seeds, one per line, to pipe to sh",
     )
-    parser.add_argument("--format", choices=("text", "json"), default="text", help="form of the output (default: text)")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the text to this file")
     return parser
 

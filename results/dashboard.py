@@ -16,6 +16,7 @@ from results import answers, progress
 from results.lineage import tree
 from results.pages import chart, markup, overview, panes, run_page
 from src.errors import ConfigError, UserError, print_errors
+from src.support.command_line import parse_arguments
 from src.support.served_page import add_address, serve_page
 from src.tables import curves, lineage, results
 from src.tables.run_arguments import RUNS
@@ -399,7 +400,7 @@ def _offer(widget: Any, options: list[str] | dict[str, str]) -> None:
 @print_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve the page until interrupted; prints its address when it can be opened. Returns the exit code."""
-    options = _parser().parse_args(arguments)
+    options = parse_arguments(_parser(), arguments, has_json=True)
     pn.config.raw_css.append(_BODY_CSS)
     overview.load(
         options.runs, None, _saved.setdefault(options.runs.resolve(), overview.Saved(options.runs))

@@ -6,15 +6,17 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from src.errors import CheckpointError, RunError, UserError, print_errors
 from src.experiments.config import flatten
 from src.files import read_bytes, read_json, reading
+from src.operations import recorded_code
 from src.runs.checkpoints import checkpoints
 from src.runs.scores import SCORES
 from src.runs.store import CONFIG, DIFF, SavedRun
 from src.runs.summary import summarize
+from src.support import documents
 from src.tables import run_arguments
 
 MAX_LINES = 40
@@ -26,6 +28,19 @@ Difference = dict[str, dict[str, Any]]
 """Key -> {"a": value, "b": value}; a side is missing if its experiment does not have the key."""
 
 
+class Document(documents.Document):
+    """Differences of two runs; no section is equal in both."""
+
+    schema: Literal["results.diff/1"]
+    a: str
+    """Id of the first run."""
+    b: str
+    sections: dict[str, Difference]
+    """Of experiment, config, code, environment, data, status and scores: {key: {"a": value, "b": value}}."""
+    code_patch: list[str] | None
+    """Lines of the patch from the code of `a` to that of `b`; None if a commit is not in this repository."""
+
+
 @print_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the differences. Returns the exit code, 0 even if there are some."""
@@ -34,9 +49,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     differing, warnings = differences(*runs)
     run_arguments.warn(warnings)
     names = {"a": runs[0].name, "b": runs[1].name}
-    with run_arguments.output_to(options.output):
-        print(json.dumps(names | differing, indent=4) if options.format == "json" else _text(names, differing))
+    patch = code_difference(*runs)
+    content = {**names, "sections": differing, "code_patch": patch}
+    run_arguments.show(options.output, "results.diff/1", content, lambda: print(_text(names, differing, patch)))
     return 0
+
+
+def code_difference(one: Path, other: Path) -> list[str] | None:
+    """The lines of the patch between the code of two runs; None if it is unknown."""
+    try:
+        return recorded_code.difference(SavedRun(one), SavedRun(other))
+    except UserError:  # such as a run of another repository
+        return None
 
 
 def differences(one: Path, other: Path) -> tuple[dict[str, Difference], list[str]]:
@@ -111,19 +135,25 @@ def _data(run: SavedRun) -> Values:
     )
 
 
-def _text(names: Mapping[str, str], differing: Mapping[str, Difference]) -> str:
+def _text(names: Mapping[str, str], differing: Mapping[str, Difference], patch: Sequence[str] | None) -> str:
     lines = [f"a: {names['a']}", f"b: {names['b']}"]
     for section, changes in differing.items():
         lines += ["", section]
         for key, pair in changes.items():
-            lines += _patch(pair) if key == DIFF else [f"    {key}: {_side_text(pair, 'a')} -> {_side_text(pair, 'b')}"]
+            if key != DIFF:
+                lines.append(f"    {key}: {_side_text(pair, 'a')} -> {_side_text(pair, 'b')}")
+            elif patch is None:
+                lines += _indent(
+                    list(difflib.unified_diff(pair["a"], pair["b"], f"a/{DIFF}", f"b/{DIFF}", "", "", 1, ""))
+                )
+    if patch:
+        lines += ["", "code, from a to b", *_indent(patch)]
     return "\n".join(lines if differing else [*lines, "", "nothing differs"])
 
 
-def _patch(pair: Mapping[str, Any]) -> list[str]:
-    changed = list(difflib.unified_diff(pair["a"], pair["b"], f"a/{DIFF}", f"b/{DIFF}", lineterm="", n=1))
-    more = [f"    … {len(changed) - MAX_LINES} more lines"] if len(changed) > MAX_LINES else []
-    return [f"    {line}" for line in changed[:MAX_LINES]] + more
+def _indent(lines: Sequence[str]) -> list[str]:
+    more = [f"    … {len(lines) - MAX_LINES} more lines"] if len(lines) > MAX_LINES else []
+    return [f"    {line}" for line in lines[:MAX_LINES]] + more
 
 
 def _side_text(pair: Mapping[str, Any], side: str) -> str:
@@ -133,7 +163,6 @@ def _side_text(pair: Mapping[str, Any], side: str) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m results.diff", description=__doc__)
     run_arguments.add(parser)
-    parser.add_argument("--format", choices=("text", "json"), default="text")
     return parser
 
 

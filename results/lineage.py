@@ -2,16 +2,16 @@
 """The lineage of experiments as a table, tree or graph: `python -m results.lineage [RUNS] [-e GROUP] [--exp_id ID]`."""
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from typing import Literal
 
 from results.table import default_metric
 from src.errors import print_errors
+from src.support import documents
 from src.support.command_line import aligned_lines
 from src.tables import lineage, run_arguments
-from src.tables.lineage import Lineage, Node
+from src.tables.lineage import Edge, Lineage, Node
 
 SHORT = 8
 """Number of displayed characters of an id."""
@@ -24,6 +24,16 @@ _COLOURS = {
     "new": "#eeeeee",
 }
 _BAD_COLOUR = "#ffcdd2"
+
+
+class Document(documents.Document):
+    """A lineage."""
+
+    schema: Literal["results.lineage/1"]
+    nodes: list[Node]
+    edges: list[Edge]
+    problems: list[str]
+    """One for each parent without a usable checkpoint."""
 
 
 @print_errors
@@ -45,8 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ]
         )
     run_arguments.warn([*graph.warnings, *graph.problems])
-    with run_arguments.output_to(options.output):
-        print(FORMATS[options.format](graph), end="")
+    content = {"nodes": list(graph.nodes.values()), "edges": graph.edges, "problems": graph.problems}
+    write = FORMATS[options.format]
+    run_arguments.show(options.output, "results.lineage/1", content, lambda: print(write(graph), end=""))
     return 0
 
 
@@ -122,23 +133,11 @@ def mermaid(graph: Lineage) -> str:
     return "\n".join(lines) + "\n"
 
 
-def to_json(graph: Lineage) -> str:
-    """All data as JSON: {"nodes": […], "edges": […], "problems": […], "warnings": […]}."""
-    value = {
-        "nodes": [asdict(node) for node in graph.nodes.values()],
-        "edges": [asdict(edge) for edge in graph.edges],
-        "problems": graph.problems,
-        "warnings": graph.warnings,
-    }
-    return json.dumps(value, indent=4, allow_nan=False) + "\n"
-
-
 FORMATS: dict[str, Callable[[Lineage], str]] = {
     "table": table,
     "tree": tree,
     "dot": dot,
     "mermaid": mermaid,
-    "json": to_json,
 }
 
 

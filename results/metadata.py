@@ -10,12 +10,13 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from results import plot
 from results.pages import legend
 from src.errors import DataError, print_errors
 from src.runs.scores import SCORES, Scores
+from src.support import documents
 from src.tables import run_arguments
 from src.tables.terminal_table import draw_rich
 
@@ -30,6 +31,22 @@ KINDS = {
     "val_gain_chunked": "in long documents",
 }
 Rows = list[dict[str, Any]]
+
+
+class Gains(TypedDict):
+    """Gains of a run from metadata."""
+
+    exp_id: str
+    scores: dict[str, int | float | None]
+    """The last row of scores."""
+
+
+class Document(documents.Document):
+    """The picture, and the numbers of the table."""
+
+    schema: Literal["results.metadata/1"]
+    path: str
+    runs: list[Gains]
 
 
 @print_errors
@@ -49,7 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     draw_rich(headings, lines, "nats per token of the text, with intervals of 95 % over documents")
     output = options.output or plot.PLOTS / f"metadata-{next(iter(rows_by_run))[:8]}.png"
     run_arguments.warn(plot.save(draw(rows_by_run), output))
-    print(output)
+    runs = [{"exp_id": name, "scores": rows[-1]} for name, rows in rows_by_run.items()]
+    documents.show("results.metadata/1", {"path": output, "runs": runs}, lambda: print(output))
     return 0
 
 

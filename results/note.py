@@ -6,10 +6,27 @@ Tables and the dashboard show tags and can filter by them: `--where "'good' in t
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Literal, TypedDict
 
 from src.errors import ConfigError, print_errors
 from src.runs.store import SavedRun
+from src.support import documents
 from src.tables import run_arguments
+
+
+class Remark(TypedDict):
+    """Remarks of a person on a run."""
+
+    exp_id: str
+    tags: list[str]
+    note: str
+
+
+class Document(documents.Document):
+    """Tags and notes, after the change."""
+
+    schema: Literal["results.note/1"]
+    runs: list[Remark]
 
 
 @print_errors
@@ -24,13 +41,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise ConfigError(
             "--tag, --untag, --note: no runs are chosen. Name ids, a group with -e, or an expression with --where."
         )
-    with run_arguments.output_to(options.output):
-        for run in map(SavedRun, dict.fromkeys(run_arguments.paths(options, at_least=1))):
-            if changes:
-                run.write_remarks(options.tag, options.untag, options.note)
-            tags, note = run.remarks
-            print("  ".join(filter(None, [run.name[:8], " ".join(f"#{tag}" for tag in tags), note])))
+    rows: list[Remark] = []
+    for run in map(SavedRun, dict.fromkeys(run_arguments.paths(options, at_least=1))):
+        if changes:
+            run.write_remarks(options.tag, options.untag, options.note)
+        tags, note = run.remarks
+        rows.append({"exp_id": run.name, "tags": tags, "note": note})
+    run_arguments.show(options.output, "results.note/1", {"runs": rows}, lambda: print("\n".join(map(_line, rows))))
     return 0
+
+
+def _line(row: Remark) -> str:
+    return "  ".join(filter(None, [row["exp_id"][:8], " ".join(f"#{tag}" for tag in row["tags"]), row["note"]]))
 
 
 def _parser() -> argparse.ArgumentParser:

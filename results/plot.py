@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run_arguments.warn(
         [*unreadable, *left_out, *unread, *statistics.nan_remarks(rows, drawn_scores, options.include_unfinished)]
     )
-    print(output)
+    run_arguments.show_file(output)
     return 0
 
 

@@ -10,13 +10,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from results import plot, report
 from results.pages import markup
 from src.errors import ConfigError, RunError, print_errors
 from src.files import read_json
 from src.runs.store import ENV
+from src.support import documents
 from src.tables import comparability, results, run_arguments, statistics
 from src.tables.comparability import Family
 from src.tables.comparison import BETTER, compare
@@ -54,17 +55,33 @@ class Step:
     """Mean of the best, after the decision."""
 
 
+class Document(documents.Document):
+    """The experiments of a search in order of time."""
+
+    schema: Literal["results.progress/1"]
+    metric: str
+    steps: list[Step]
+    picture: str | None
+    """Path of the picture."""
+
+
 @print_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table, and write the picture. Returns the exit code."""
     options = run_arguments.parse(_parser(), arguments)
     rows, warnings = run_arguments.select(options)
     steps, remarks = find_steps(options.runs, rows, options.metric, options.lowest, options.min_effect)
-    run_arguments.warn([*warnings, *remarks])
-    draw_rich(*table(steps, options.metric), f"{options.metric}: mean ± half the 95 % interval over seeds")
     if options.output is not None:
-        run_arguments.warn(plot.save(draw(steps, options.metric), options.output))
-        print(options.output)
+        remarks += plot.save(draw(steps, options.metric), options.output)
+    run_arguments.warn([*warnings, *remarks])
+
+    def write() -> None:
+        draw_rich(*table(steps, options.metric), f"{options.metric}: mean ± half the 95 % interval over seeds")
+        if options.output is not None:
+            print(options.output)
+
+    content = {"metric": options.metric, "steps": steps, "picture": options.output}
+    documents.show("results.progress/1", content, write)
     return 0
 
 

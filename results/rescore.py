@@ -7,11 +7,10 @@ all rows are scored, in total and by source. --index_file, --datasets and --best
 
 import argparse
 import contextlib
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from results.table import markdown
 from src.errors import ConfigError, DataError, UserError, print_errors
@@ -29,6 +28,8 @@ from src.experiments.interfaces import MetricConfig
 from src.experiments.registry import METRICS, bind
 from src.files import reading
 from src.runs.store import EXP_DICT, SavedRun
+from src.support import documents
+from src.support.command_line import parse_arguments
 from src.support.parsing import parse_json
 from src.tables.terminal_table import draw_rich
 
@@ -37,10 +38,18 @@ _LISTS = ("answers", "contexts_list")
 Row = dict[str, Any]
 
 
+class Document(documents.Document):
+    """Scores of answers."""
+
+    schema: Literal["results.rescore/1"]
+    files: dict[str, dict[str, dict[str, float | None]]]
+    """{file: {source: {score: value}}}, and the number of `rows`. The source `all` has all rows."""
+
+
 @print_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the scores of each file. Returns the exit code."""
-    options = _parser().parse_args(arguments)
+    options = parse_arguments(_parser(), arguments, has_json=True)
     metric_list = None if options.metrics is None else [_metric(text) for text in options.metrics]
     row_indices = read_row_indices(options.index_file) if options.index_file else None
     tables = {}
@@ -49,15 +58,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metrics, best_answer = experiment_metrics(file)
         best_answer = best_answer if options.best_answer is None else options.best_answer
         tables[str(file)] = score_answers(metrics if metric_list is None else metric_list, answers, best_answer)
-    if options.json:
-        print(json.dumps(tables, indent=4, ensure_ascii=False))
-        return 0
+    documents.show("results.rescore/1", {"files": tables}, lambda: _write(tables, options.markdown))
+    return 0
+
+
+def _write(tables: dict[str, dict[str, dict[str, float]]], is_markdown: bool) -> None:
     headings, lines = _cells(tables)
-    if options.markdown:
+    if is_markdown:
         print(markdown(headings, lines), end="")
     else:
         draw_rich(headings, lines, "each answer against the best of its references")
-    return 0
 
 
 def read(file: Path) -> list[Prediction]:
@@ -217,9 +227,7 @@ def _parser() -> argparse.ArgumentParser:
             "with the best answer (default: as in the experiment)"
         ),
     )
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="every digit, by file and source")
-    form.add_argument("--markdown", action="store_true", help="the table as Markdown")
+    parser.add_argument("--markdown", action="store_true", help="the table as Markdown")
     return parser
 
 

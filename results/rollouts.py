@@ -6,18 +6,18 @@ answers with the lowest and the highest reward, with the parts of the reward. Th
 weakness of the reward. The first lines compare the scores of the first and the last evaluation.
 """
 
-import argparse
 import math
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from src.errors import DataError
+from src.errors import DataError, print_errors
 from src.runs import jsonl_records
 from src.runs.scores import SCORES, Scores
-from src.support.command_line import make_parser, run_command
+from src.support import documents
+from src.support.command_line import make_parser
 from src.tables import run_arguments
 
 FILE = "rollouts.jsonl"
@@ -25,6 +25,17 @@ WIDTH = 100
 _NO_FACTS = {"step", "iteration", "prompt", "answer"}
 
 
+class Document(documents.Document):
+    """Rollouts with the lowest and the highest reward."""
+
+    schema: Literal["results.rollouts/1"]
+    scores: dict[str, list[float | None]]
+    """The values of the first and the last evaluation."""
+    iterations: list[dict[str, Any]]
+    """`iteration` and `step`, `means` of all numbers, and the rollouts with the `least reward` and `most reward`."""
+
+
+@print_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = make_parser("results.rollouts", __doc__)
@@ -41,33 +52,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     add(
         "--full", action="store_true", help=f"full texts (default: their first {WIDTH} characters, without line breaks)"
     )
-    return run_command(lambda: _act(run_arguments.parse(parser, argv)))
-
-
-def _act(args: argparse.Namespace) -> int:
+    args = run_arguments.parse(parser, argv)
     (run,) = run_arguments.paths(args, at_least=1, at_most=1)
-    with run_arguments.output_to(args.output):
-        _write(run, args)
-    return 0
-
-
-def _write(run: Path, args: argparse.Namespace) -> None:
     rollouts = read(run / FILE)
     if not rollouts:
         raise DataError(f"{run}: no {FILE}. Choose a run of recipe 'ppo' or 'grpo', which write it.")
-    write = sys.stdout.write
     scores = Scores(run / SCORES, read_only=True).rows()
     numeric_rows = [
         {name: value for name, value in row.items() if value is None or isinstance(value, int | float)}
         for row in scores
     ]
-    for line in compare_ends(numeric_rows):
-        write(f"{line}\n")
-    for iteration in choose_iterations(rollouts, args.iterations):
-        iteration_rows = [row for row in rollouts if row["iteration"] == iteration]
-        write(f"\niteration {iteration}, after step {iteration_rows[0]['step']}: {describe_means(iteration_rows)}\n")
-        for title, rows in choose_extremes(iteration_rows, args.count).items():
-            write(f"  {title}\n" + "".join(f"{describe(row, args.full)}\n" for row in rows))
+    content = {
+        "scores": {name: [values[0], values[-1]] for name, values in values_by_name(numeric_rows).items() if values},
+        "iterations": [
+            {"iteration": iteration, "step": rows[0]["step"], "means": means(rows), **choose_extremes(rows, args.count)}
+            for iteration in choose_iterations(rollouts, args.iterations)
+            for rows in [[row for row in rollouts if row["iteration"] == iteration]]
+        ],
+    }
+
+    def write() -> None:
+        print("\n".join(compare_ends(numeric_rows)))
+        for each in content["iterations"]:
+            numbers = ", ".join(f"{name} {value:.3g}" for name, value in each["means"].items())
+            print(f"\niteration {each['iteration']}, after step {each['step']}: {numbers}")
+            for title in ("least reward", "most reward"):
+                print(f"  {title}", *(describe(row, args.full) for row in each[title]), sep="\n")
+
+    run_arguments.show(args.output, "results.rollouts/1", content, write)
+    return 0
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -93,20 +106,23 @@ def read(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def values_by_name(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """All values of the reward and of each score of sampled answers."""
+    score_names = [name for row in rows[-1:] for name in row if "_mean@" in name and not name.endswith("_interval")]
+    return {
+        name: [math.nan if row[name] is None else row[name] for row in rows if name in row]
+        for name in ["reward", *score_names]
+    }
+
+
 def compare_ends(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """First and last value of the reward and each score of sampled answers; and a warning if they diverge."""
-    score_names = [name for row in rows[-1:] for name in row if "_mean@" in name and not name.endswith("_interval")]
-    names = ["reward", *score_names]
-    values_by_name = {
-        name: [math.nan if row[name] is None else row[name] for row in rows if name in row] for name in names
-    }
-    lines = [f"{name:<24} {values[0]:8.3f} -> {values[-1]:8.3f}" for name, values in values_by_name.items() if values]
+    scores = values_by_name(rows)
+    lines = [f"{name:<24} {values[0]:8.3f} -> {values[-1]:8.3f}" for name, values in scores.items() if values]
     worse_names = [
-        name
-        for name, values in values_by_name.items()
-        if name != "reward" and values[-1] < values[0] - _interval(rows, name)
+        name for name, values in scores.items() if name != "reward" and values[-1] < values[0] - _interval(rows, name)
     ]
-    if worse_names and values_by_name.get("reward") and values_by_name["reward"][-1] > values_by_name["reward"][0]:
+    if worse_names and scores.get("reward") and scores["reward"][-1] > scores["reward"][0]:
         lines.append(f"The reward has risen while {', '.join(worse_names)} fell: check below which answers it rewards.")
     return lines
 
@@ -132,10 +148,10 @@ def choose_extremes(rows: Sequence[Mapping[str, Any]], count: int) -> dict[str, 
     return {"least reward": worst, "most reward": [row for row in by_reward[::-1][:count] if row not in worst]}
 
 
-def describe_means(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Means of all numbers of the rollouts, as text."""
+def means(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Means of all numbers of the rollouts."""
     names = [name for name in rows[0] if name not in _NO_FACTS]
-    return ", ".join(f"{name} {sum(row[name] for row in rows) / len(rows):.3g}" for name in names)
+    return {name: sum(row[name] for row in rows) / len(rows) for name in names}
 
 
 def describe(row: Mapping[str, Any], full: bool = False) -> str:

@@ -9,6 +9,7 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Literal
 
 from results.plot import PLOTS
 from results.table import render, tabulate
@@ -17,6 +18,7 @@ from src.files import reading, sync_directory, writing
 from src.runs.code_version import SECRET_FILES
 from src.runs.lease import GUARD, LEASE
 from src.runs.store import EXP_DICT
+from src.support import documents
 from src.tables import results, run_arguments, statistics
 
 MAX_FILE_BYTES = 64_000_000
@@ -48,6 +50,16 @@ With the code at hand:  python -m results.table FOLDER      python -m results.pl
 """
 
 
+class Document(documents.Document):
+    """The zip."""
+
+    schema: Literal["results.share/1"]
+    path: str
+    runs: int
+    files: int
+    megabytes: float
+
+
 @print_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the zip, and print its path, number of files and size. Returns the exit code."""
@@ -63,7 +75,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     count, left_out = share(options.runs, rows, output, options.groups, options.wandb)
     remarks = statistics.nan_remarks(rows, results.headline_scores(results.score_names(rows)))
     run_arguments.warn([*warnings, *left_out, *remarks])
-    print(f"{output}: {len(rows)} runs, {count} files, {output.stat().st_size / 1e6:.1f} MB")
+    content = {"path": output, "runs": len(rows), "files": count, "megabytes": output.stat().st_size / 1e6}
+    text = f"{output}: {len(rows)} runs, {count} files, {content['megabytes']:.1f} MB"
+    documents.show("results.share/1", content, lambda: print(text))
     return 0
 
 

@@ -8,16 +8,17 @@ import json
 import sys
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from src.errors import ConfigError, print_errors
 from src.evaluation.metrics.answers import GAIN, INFERENCE, WRONG
 from src.runs.store import CODE_VERSIONS
+from src.support import documents
 from src.tables import results, run_arguments, statistics
 from src.tables.gpu_hours import gpu_hours
 from src.tables.terminal_table import arrange, choose, draw, draw_rich, facts, plain, score_cells
 
-FORMATS = ("rich", "markdown", "csv", "latex", "json")
+FORMATS = ("rich", "markdown", "csv", "latex")
 INTERVALS = {"std": "standard deviation", "ci95": "half the 95 % interval of the mean"}
 """Choices for the value after ±, by name in `src.tables.statistics.aggregate`."""
 MAX_REMARKS = 5
@@ -33,6 +34,18 @@ _LATEX = {
     **{character: "\\" + character for character in "&%$#_{}"},
 }
 Table = list[dict[str, Any]]
+
+
+class Document(documents.Document):
+    """Means over seeds, best first. With --pivot, a row for each cell with runs."""
+
+    schema: Literal["results.table/1"]
+    keys: list[str]
+    """Dotted config keys that group the runs."""
+    scores: list[str]
+    rows: Table
+    """Values of the keys, `exp_ids` and facts; for each score its mean, and with endings `_std`, `_ci95` and `_n` the
+    deviation, half the 95 % interval and the number of runs."""
 
 
 @print_errors
@@ -52,14 +65,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         keys = statistics.grouping_keys(rows, options.pivot)
         cross, score = pivot_score(rows, keys[0], keys[1], metric, options.include_unfinished)
-        scores_shown = [score]
+        scores_shown = scores = [score]
+        table = [cell for line in cross.cells for cell in line if cell]
         output = partial(print_pivot, cross, keys, score, options.format, options.interval)
     else:
         if options.columns and options.format != "rich":
             raise ConfigError(f"--columns: ignored with --format {options.format}. Use --by and --scores.")
         columns_shown = [name for name in (_score_name(name, names) for name in options.columns or ()) if name in names]
         requested = [_score_name(name, names) for name in options.scores or ()]
-        selected = requested or (["all"] if options.format in ("csv", "json") else columns_shown or None)
+        is_complete = options.format == "csv" or options.json
+        selected = requested or (["all"] if is_complete else columns_shown or None)
         by = statistics.grouping_keys(rows, options.by, options.seed_key)
         table, keys, scores = tabulate(rows, by, selected, metric, options.best, options.include_unfinished)
         scores_shown = scores if options.scores or options.columns else headline(results.headline_scores(scores))
@@ -81,8 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             output = partial(print_table, table, keys, scores, options.format, options.interval, best)
     nan = statistics.nan_remarks(rows, scores_shown, options.include_unfinished)
     run_arguments.warn([*warnings, *unread, *remarks(rows, keys, options.include_unfinished, options.seed_key), *nan])
-    with run_arguments.output_to(options.output):
-        output()
+    content = {"keys": keys, "scores": scores, "rows": table}
+    run_arguments.show(options.output, "results.table/1", content, output)
     return 0
 
 
@@ -210,12 +225,10 @@ def render(
     interval: str = "std",
     best: Collection[int] = (),
 ) -> str:
-    """The table as text, in any of `FORMATS` except rich. csv and json have all digits; markdown and latex round.
+    """The table as text, in any of `FORMATS` except rich. csv has all digits; markdown and latex round.
 
     interval: the value after ±, one of `INTERVALS`. best: numbers of the rows to print in bold in latex.
     """
-    if style == "json":
-        return json.dumps(table, indent=4, allow_nan=False) + "\n"
     if style == "csv":
         ends = _ends(interval)
         columns = [*keys, *facts(table), *(name + end for name in scores for end in ends)]
@@ -225,11 +238,9 @@ def render(
 
 
 def print_pivot(cross: statistics.Pivot, keys: Sequence[str], score: str, style: str, interval: str = "std") -> None:
-    """Print a pivot table to stdout. json has a row per cell with runs."""
+    """Print a pivot table to stdout."""
     index, columns = (results.short_names(keys)[key] for key in keys)
-    if style == "json":
-        print(json.dumps([cell for line in cross.cells for cell in line if cell], indent=4, allow_nan=False))
-    elif style == "csv":
+    if style == "csv":
         ends = _ends(interval)
         head = [keys[0], *(f"{keys[1]}={_raw(value)}{end}" for value in cross.columns for end in ends)]
         lines = [
@@ -337,7 +348,7 @@ def _parser() -> argparse.ArgumentParser:
         "--best", choices=("min", "max"), help="which end of the metric is best (default: min for losses and errors)"
     )
     parser.add_argument(
-        "--scores", nargs="+", metavar="NAME", help="scores to show, or all (default: all for csv and json)"
+        "--scores", nargs="+", metavar="NAME", help="scores to show, or all (default: all for csv and --json)"
     )
     parser.add_argument(
         "--columns", nargs="+", metavar="NAME", help="on a terminal: scores, keys and facts to show, in this order"

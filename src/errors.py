@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable
 from typing import ParamSpec
 
+from src.support import documents
+
 P = ParamSpec("P")
 
 
@@ -24,25 +26,34 @@ class ConfigError(UserError):
 
 
 def print_errors(main: Callable[P, int]) -> Callable[P, int]:
-    """Decorate the `main` of a command: print a UserError to stderr as lines `error: ...`, and exit with code 1."""
+    """Decorate the `main` of a command: print a UserError to stderr as lines `error: ...`, and exit with code 1.
+    With --json, also print errors as a document (`documents.Failure`)."""
 
     @functools.wraps(main)
     def run(*args: P.args, **kwargs: P.kwargs) -> int:
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")  # any JSON file can contain halves of surrogate pairs
-        try:
-            return end_with_reader(main)(*args, **kwargs)
-        except UserError as error:
-            sys.stderr.write("".join(f"error: {line}\n" for line in str(error).splitlines()))
-            return 1
-        except OSError as error:
-            if error.errno != errno.ENAMETOOLONG:  # the path is from the user
-                raise
-            sys.stderr.write(f"error: {_shorten(error.filename)}: {error.strerror}. Use shorter names.\n")
-            return 1
+        with documents.scope():
+            try:
+                return main(*args, **kwargs)
+            except UserError as error:
+                return _report(type(error).__name__, str(error))
+            except OSError as error:
+                if error.errno != errno.ENAMETOOLONG:  # the path is from the user
+                    raise
+                return _report("DataError", f"{_shorten(error.filename)}: {error.strerror}. Use shorter names.")
+            except KeyboardInterrupt:
+                documents.show_error("KeyboardInterrupt", "interrupted")
+                return 130
 
-    return run
+    return end_with_reader(run)
+
+
+def _report(kind: str, message: str) -> int:
+    sys.stderr.write("".join(f"error: {line}\n" for line in message.splitlines()))
+    documents.show_error(kind, message)
+    return 1
 
 
 def end_with_reader(action: Callable[P, int]) -> Callable[P, int]:

@@ -158,7 +158,8 @@ def main() -> None:
         for name, exp, overrides in PLANS:
             machines = {"gpu": "H100", "fsdp": False, "deepspeed": None, "gradient_checkpointing": None, **overrides}
             before = time.perf_counter()
-            lines, mistakes = memory_table.plan_all([plan.load(exp, name, name)], Places(data, Path(folder)), machines)
+            plans, mistakes = memory_table.plan_all([plan.load(exp, name, name)], Places(data, Path(folder)), machines)
+            lines = memory_table.table(plans, machines)
             print(
                 "\n".join(
                     [*lines, *(f"error: {text}" for text in mistakes), f"({time.perf_counter() - before:.1f} s)", ""]

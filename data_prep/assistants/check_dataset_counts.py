@@ -82,9 +82,10 @@ def check(
         hint = f"Prepare one ({prepare_conversations.COMMAND}), or add --prepare."
         raise DataError(f"{data_path}: no data set for --mode {mode}. {hint}")
     _write_table(output_path, COLUMNS, rows)
-    print("\n".join(aligned_lines([COLUMNS, *rows])))
+    table = [dict(zip(COLUMNS, (name, *map(int, counts)), strict=True)) for name, *counts in rows]
+    command.report("\n".join(aligned_lines([COLUMNS, *rows])), rows=table)
     for name, reason in missing.items():
-        print(f"{name}: left out: {reason}")
+        command.report(f"{name}: left out: {reason}", name=name, left_out=reason)
     if languages is not None:
         language_rows = [(name, lang, str(count)) for (name, lang), count in sorted(language_counts.items())]
         _write_table(languages, ("dataset_name", "language", "messages"), language_rows)

@@ -31,7 +31,9 @@ from data_prep.crossattn.qa_releases import json_stream
 from src import files
 from src.errors import ConfigError, DataError, print_errors
 from src.experiments.config import unknown_text
+from src.support import documents
 from src.support.command_line import aligned_lines, make_parser, require_at_least
+from src.support.documents import report
 
 STATES = (
     "prompt_lottery_waiting",
@@ -208,21 +210,24 @@ def _write(options: argparse.Namespace) -> None:
             writes[path](row)
             rows_per_file[path] += 1
     for path in outputs:
-        print(f"{path}: {rows_per_file[path]:,} rows")
+        report(f"{path}: {rows_per_file[path]:,} rows", file=path, rows=rows_per_file[path])
 
 
 @print_errors
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    options = _parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    with documents.parsing(words):
+        options = _parser().parse_args(words)
     for state in options.state or () if "state" in options else ():
         if state not in STATES:
             raise ConfigError(f"--state: {unknown_text('state', state, STATES)}")
     if options.action == "counts":
         totals = counts(read(options.input), options.lang)
-        print("\n".join(aligned_lines([[name, f"{count:,}"] for name, count in totals.items()])))
+        report("\n".join(aligned_lines([[name, f"{count:,}"] for name, count in totals.items()])), counts=totals)
     else:
         _write(options)
+    documents.show_steps("python -m data_prep.assistants.oasst_trees")
     return 0
 
 
@@ -235,7 +240,9 @@ def _parser() -> argparse.ArgumentParser:
         "counts": "Count trees, messages, roles and languages in a file.",
     }
     for name, text in about.items():
-        add = actions.add_parser(name, help=text, description=text, allow_abbrev=False).add_argument
+        action = actions.add_parser(name, help=text, description=text, allow_abbrev=False)
+        documents.add_option(action)
+        add = action.add_argument
         add("input", type=Path, metavar="INPUT", help="trees or messages, .jsonl or .jsonl.gz")
         if name != "counts":
             add("output", type=Path, metavar="OUTPUT")

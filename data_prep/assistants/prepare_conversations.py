@@ -289,9 +289,11 @@ class _Work:
                     f"Skipped: {skipped}. Add rows, or change --val_rate or --val."
                 )
         changed = "".join(f" {counts[name]:,} {text}." for name, text in _CHANGED.items() if counts[name])
-        print(
+        command.report(
             f"{self._name}: {counts['train']:,} train, {counts['val']:,} val, of {counts['read']:,} rows. "
-            f"Skipped: {skipped}.{changed}"
+            f"Skipped: {skipped}.{changed}",
+            name=self._name,
+            **counts,
         )
         return {"counts": dict(counts), "licence": self._release.licence}
 

@@ -38,6 +38,8 @@ COLOURS = {Role.TEMPLATE: 90, Role.SYSTEM: 35, Role.USER: 36, Role.ASSISTANT: 32
 """ANSI color codes."""
 _SAMPLES_TO_COUNT = 100
 """Number of samples per data set for the token counts."""
+_FORMATS = ("{}", "{:,}", "{:,.0f}", "{:.3g} times", "{:.1f}", "{:.0%}")
+"""Columns of the table of data sets."""
 
 
 class SampleView(NamedTuple):
@@ -104,10 +106,8 @@ def show(experiment: str, data_path: Path, savedir_base: Path, samples: int = 4,
     keys = first_step(train, recipe.seed, loop)
     is_colored = color == "always" or (color == "auto" and sys.stdout.isatty())
     if is_colored:
-        print(
-            "  ".join(paint(role.name.lower(), role, is_learned=False) for role in COLOURS)
-            + "  \x1b[4mlearned\x1b[0m\n"
-        )
+        colours = "  ".join(paint(role.name.lower(), role, is_learned=False) for role in COLOURS)
+        command.report(f"{colours}  \x1b[4mlearned\x1b[0m\n")
     sample_keys = [
         (name, data, *epoch_and_index)
         for key in keys[: loop.micro_batch]
@@ -115,25 +115,38 @@ def show(experiment: str, data_path: Path, savedir_base: Path, samples: int = 4,
     ]
     for name, data, epoch, index in sample_keys[:samples]:
         for view in read_sample(name, data, epoch, index):
-            print(f"{view.source} {view.number}: {len(view.ids)} tokens, {sum(view.learned_mask)} learned")
-            print(write(view, tokenizer, is_colored) + "\n")
+            num_learned, text = sum(view.learned_mask), write(view, tokenizer, is_colored)
+            command.report(
+                f"{view.source} {view.number}: {len(view.ids)} tokens, {num_learned} learned\n{text}\n",
+                source=view.source,
+                number=view.number,
+                tokens=len(view.ids),
+                learned=num_learned,
+                text=text,
+            )
     per_step = sum(1 for key in keys for _ in locate("", train, key))
-    print("\n".join(aligned_lines(list(describe_mixture(experiment, train, loop.steps * per_step)))))
-    print(f"validation: {len(val):,} samples")
-    print(describe_memory(recipe, places))
+    mixture = list(describe_mixture(experiment, train, loop.steps * per_step))
+    cells = [[text.format(value) for text, value in zip(_FORMATS, row.values(), strict=True)] for row in mixture]
+    lines = aligned_lines([list(mixture[0]), *cells])
+    command.report("\n".join(lines), mixture=mixture)
+    command.report(f"validation: {len(val):,} samples", validation_samples=len(val))
+    report_memory(recipe, places)
 
 
-def describe_memory(recipe: Any, places: Places) -> str:
-    """Memory plan of training on one GPU, or the reason why it is unknown."""
+def report_memory(recipe: Any, places: Places) -> None:
+    """Print the memory plan of training on one GPU, or the reason why it is unknown."""
     try:
         plan = recipe.plan_memory(places, gpus=1, gpu="H100")
     except UserError as error:
-        return f"memory of a GPU: {error}"
-    parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in plan.parts.items())
-    return (
-        f"memory of a GPU: {plan.total / 2**30:.2f} GiB ({parts}); "
+        command.report(f"memory of a GPU: {error}", memory=None, reason=str(error))
+        return
+    gib = {name: size / 2**30 for name, size in (("total", plan.total), *plan.parts.items())}
+    parts = ", ".join(f"{name} {size:.2f}" for name, size in gib.items() if name != "total")
+    text = (
+        f"memory of a GPU: {gib['total']:.2f} GiB ({parts}); "
         "trainval.py --dry-run --memory plans other ways to train it"
     )
+    command.report(text, memory=gib)
 
 
 def _read_groups() -> Any:
@@ -229,23 +242,21 @@ def paint(text: str, role: Role, is_learned: bool) -> str:
     return "\n".join(f"{code}{line}\x1b[0m" if line else "" for line in text.split("\n"))
 
 
-def describe_mixture(name: str, train: Any, read: float) -> Iterator[list[str]]:
+def describe_mixture(name: str, train: Any, read: float) -> Iterator[dict[str, Any]]:
     """Yield the rows of the table of data sets. read: number of conversations that the run reads."""
-    yield ["data set", "samples", "an epoch reads", "the training", "tokens", "learned"]
     for part, data, share in _shares(name, train, 1.0):
         views = [
             view for index in range(min(_SAMPLES_TO_COUNT, len(data))) for view in read_sample(part, data, 0, index)
         ]
         tokens, num_learned = sum(len(view.ids) for view in views), sum(sum(view.learned_mask) for view in views)
-        epochs = f"{read * share / len(data):.3g} times"
-        yield [
-            part,
-            f"{len(data):,}",
-            f"{share * len(train):,.0f}",
-            epochs,
-            f"{tokens / len(views):.1f}",
-            f"{num_learned / tokens:.0%}",
-        ]
+        yield {
+            "data set": part,
+            "samples": len(data),
+            "an epoch reads": share * len(train),
+            "the training": read * share / len(data),
+            "tokens": tokens / len(views),
+            "learned": num_learned / tokens,
+        }
 
 
 def _shares(name: str, data: Any, share: float) -> Iterator[tuple[str, Any, float]]:

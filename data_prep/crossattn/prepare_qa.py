@@ -172,17 +172,21 @@ def _digest_of_tree(folder: Path) -> str:
 def _print_summary(facts: dict[str, Any]) -> None:
     for split in SPLITS:
         counts = facts["counts"][split]
-        rows = ", ".join(f"{number} {name}" for name, number in counts["rows"].items())
-        print(
-            f"{split:6} rows: {rows}; "
-            f"{counts['unanswerable']} unanswerable, on {counts['useful_contexts']} useful contexts"
+        rows, skipped = (
+            ", ".join(f"{number} {name}" for name, number in counts["rows"].items()),
+            facts["skipped"][split],
         )
+        useful_contexts = counts["useful_contexts"]
+        lines = [f"{split:6} rows: {rows}; {counts['unanswerable']} unanswerable, on {useful_contexts} useful contexts"]
         if counts["rows_with_fewer_distractors"]:
-            print(f"{'':6} {counts['rows_with_fewer_distractors']} rows have fewer distractors than --distractors")
-        for reason, number in facts["skipped"][split].items():
-            print(f"{'':6} left out: {number}, {reason}")
-    if facts["useful_contexts_in_both_splits"]:
-        print(f"{facts['useful_contexts_in_both_splits']} useful contexts are in both splits: the sources overlap.")
+            lines.append(
+                f"{'':6} {counts['rows_with_fewer_distractors']} rows have fewer distractors than --distractors"
+            )
+        lines += [f"{'':6} left out: {number}, {reason}" for reason, number in skipped.items()]
+        command.report("\n".join(lines), split=split, **counts, skipped=skipped)
+    if shared := facts["useful_contexts_in_both_splits"]:
+        text = f"{shared} useful contexts are in both splits: the sources overlap."
+        command.report(text, useful_contexts_in_both_splits=shared)
 
 
 main = command.main_of(

@@ -60,12 +60,20 @@ def _run(**options: Any) -> None:
     start = time.monotonic()
     request = _request(argparse.Namespace(**options))
     counts = prepare(request)
-    print(
-        f"{folder_of(request)}: {counts.rows} rows, {counts.inputs} distinct inputs, {counts.encoded} encoded now, "
+    folder, seconds = folder_of(request), time.monotonic() - start
+    command.report(
+        f"{folder}: {counts.rows} rows, {counts.inputs} distinct inputs, {counts.encoded} encoded now, "
         f"{counts.num_reused} before; "
-        f"{counts.too_long} contexts were too long ({request.rules.too_long}). {time.monotonic() - start:.1f} s"
+        f"{counts.too_long} contexts were too long ({request.rules.too_long}). {seconds:.1f} s\n"
+        f"Train on them with: --data_path {folder.parent}",
+        folder=folder,
+        rows=counts.rows,
+        inputs=counts.inputs,
+        encoded=counts.encoded,
+        reused=counts.num_reused,
+        too_long=counts.too_long,
+        seconds=seconds,
     )
-    print(f"Train on them with: --data_path {folder_of(request).parent}")
 
 
 def prepare(request: Request) -> distinct_inputs.Counts:

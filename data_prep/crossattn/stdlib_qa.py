@@ -252,12 +252,19 @@ def _write_tokenizer(folder: Path, lines: Sequence[str], vocab_size: int, facts:
 
 
 def _print_summary(data_path: Path, counts: Mapping[str, Mapping[str, int]], texts: Rows, seconds: float) -> None:
-    print(f"{data_path}: {', '.join(FOLDERS)} made in {seconds:.1f} s")
-    print(f"{'':12}" + "".join(f"{split:>8}" for split in SPLITS))
-    for kind in code_questions.KINDS:
-        print(f"{kind:12}" + "".join(f"{counts[split].get(kind, 0):8}" for split in SPLITS))
-    print(f"{'questions':12}" + "".join(f"{sum(counts[split].values()):8}" for split in SPLITS))
-    print(f"{'modules':12}" + "".join(f"{len(texts[split]):8}" for split in SPLITS))
+    names = ", ".join(FOLDERS)
+    command.report(f"{data_path}: {names} made in {seconds:.1f} s", folder=data_path, made=True, seconds=seconds)
+    columns = {
+        split: {
+            **{kind: counts[split].get(kind, 0) for kind in code_questions.KINDS},
+            "questions": sum(counts[split].values()),
+            "modules": len(texts[split]),
+        }
+        for split in SPLITS
+    }
+    lines = [f"{'':12}" + "".join(f"{split:>8}" for split in SPLITS)]
+    lines += [f"{row:12}" + "".join(f"{columns[split][row]:8}" for split in SPLITS) for row in columns[SPLITS[0]]]
+    command.report("\n".join(lines), counts=columns)
 
 
 main = command.main_of(COMMAND, __doc__, _add_options, prepare)

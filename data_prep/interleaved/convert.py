@@ -196,9 +196,9 @@ def _print(
     texts = TextTokens(tokenizers.load(tokenizer)) if tokenizer else None
     writing = Writing(how["per_shard"], how["source"] or layout, how["seed"], texts)
     tally = convert(layout, inputs, output, ReaderOptions(images, question.replace("\\n", "\n")), writing)
-    print(f"{output}: {tally['rows']:,} rows, {tally['documents']:,} documents, {tally['images']:,} images")
-    if summary := _describe(tally):
-        print(summary)
+    text = f"{output}: {tally['rows']:,} rows, {tally['documents']:,} documents, {tally['images']:,} images"
+    summary = _describe(tally)
+    command.report(f"{text}\n{summary}" if summary else text, folder=output, **tally)
 
 
 main = command.main_of(COMMAND, __doc__, _add_options, _print)

@@ -63,7 +63,8 @@ def prepare(data_path: Path, pages: int = 4000, val_pages: int = 200, per_shard:
             {**made_from, "pages": count, "split": split},
             how,
         )
-        print(f"{folder / split}: {count} pages in {len(manifests.shards)} tars")
+        tars = len(manifests.shards)
+        command.report(f"{folder / split}: {count} pages in {tars} tars", folder=folder / split, pages=count, tars=tars)
 
 
 def make_pages(

@@ -366,10 +366,12 @@ def _print(tars: Sequence[str], output: Path | None, source: str, processes: int
             output, [ShardSource(one.url, source or one.source) for one in shards], processes, part, how
         )
     if output is not None and not (output / manifest.NAME).exists():
-        print(f"{output}: shards.json is written when all slices of the {len(shards)} tars are indexed.")
-    print("\n".join(index_report.lines(results)))
+        text = f"{output}: shards.json is written when all slices of the {len(shards)} tars are indexed."
+        command.report(text, folder=output, made=False, tars=len(shards))
+    command.report("\n".join(index_report.lines(results)), **index_report.totals(results))
     if config and output and (output / manifest.NAME).exists():
-        print(index_report.describe_rows(output, more["tokenizer"], config))
+        row = index_report.measure_rows(output, more["tokenizer"], config)
+        command.report(index_report.describe_row(row), row=row)
 
 
 def _fields(text: str | None) -> Fields | None:

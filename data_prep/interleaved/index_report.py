@@ -1,7 +1,7 @@
 """Report on indexed tars: documents, and all unread members by reason and suffix."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from src.systems.interleaved.streaming.texts import TextTokens
 _MAX_LINES = 100
 """Maximum number of lines about unread members. The rest are summed in one more line."""
 _LANES, _STEPS = 8, 50
-"""Rows per step and number of steps in the sample of `describe_rows`."""
+"""Rows per step and number of steps in the sample of `measure_rows`."""
 PassedOver = dict[str, dict[str, list[int]]]
 """{reason: {suffix: [members, bytes]}}"""
 
@@ -132,8 +132,30 @@ def lines(results: Sequence[Indexed]) -> list[str]:
     return report
 
 
-def describe_rows(folder: Path, tokenizer: str, config: Config) -> str:
-    """Describe in one line the rows that training makes of the tars in a folder, from a sample of the indexes.
+def totals(results: Sequence[Indexed]) -> dict[str, Any]:
+    """The numbers of `lines`."""
+    counts = [one.text_tokens for one in results if one.text_tokens is not None]
+    return {
+        **manifest_facts(results),
+        "tars": len(results),
+        "images": sum(one.images for one in results),
+        "text_tokens": sum(counts) if len(counts) == len(results) else None,
+        "bad_documents_by_tar": {str(one.tar): [one.bad, one.documents] for one in results if one.bad},
+        "mapped": sum((Counter(one.facts.get("mapped")) for one in results), Counter[str]()),
+        "members_read": sum(one.facts["read"][0] for one in results),
+    }
+
+
+def describe_row(row: Mapping[str, float]) -> str:
+    """The result of `measure_rows` in one line."""
+    return (
+        f"a row of {row['tokens']} tokens: {row['documents']:.1f} documents, {row['images']:.1f} images, "
+        f"{row['text_tokens']:.0f} text tokens, {row['image_tokens']:.0f} image tokens; fill {row['fill']:.3f}"
+    )
+
+
+def measure_rows(folder: Path, tokenizer: str, config: Config) -> dict[str, float]:
+    """Means of the rows that training makes of the tars in a folder, from a sample of the indexes.
 
     Raises:
         DataError: no document fits into a row, or the tokenizer is missing.
@@ -152,11 +174,14 @@ def describe_rows(folder: Path, tokenizer: str, config: Config) -> str:
     elements = [element for piece in pieces for element in piece.elements if element.grid]
     image_tokens, rows = sum(element.tokens for element in elements), len(keys)
     text_tokens = sum(piece.tokens for piece in pieces) - image_tokens
-    return (
-        f"a row of {config.sequence_tokens} tokens: {len(pieces) / rows:.1f} documents, {len(elements) / rows:.1f} "
-        f"images, {text_tokens / rows:.0f} text tokens, {image_tokens / rows:.0f} image tokens; "
-        f"fill {1 - padding / total:.3f}"
-    )
+    return {
+        "tokens": config.sequence_tokens,
+        "documents": len(pieces) / rows,
+        "images": len(elements) / rows,
+        "text_tokens": text_tokens / rows,
+        "image_tokens": image_tokens / rows,
+        "fill": 1 - padding / total,
+    }
 
 
 def _unread(results: Sequence[Indexed]) -> list[tuple[int, int, str, str]]:

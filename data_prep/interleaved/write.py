@@ -174,7 +174,7 @@ def _index(content: bytes, documents: int, how: Writing) -> tar_index.TarIndex:
             f"document {wrong[0][0]} of a tar: {wrong[0][1]}" if wrong else "two adjacent documents have the same key"
         )
         raise DataError(
-            f"documents cannot be written: {problem}. "
+            f"documents: cannot write them: {problem}. "
             "Give each document a unique key, texts in UTF-8 and images that can be decoded."
         )
     if how.texts:

@@ -48,7 +48,8 @@ def collect(folder: Path, url: str, train: Path, val: Path) -> None:
         lines[val if is_val else train].append(json.dumps({"url": url + name, "doc_html": html}) + "\n")
     for target, rows in lines.items():
         write_atomic(target, "".join(rows))
-    print(f"{train}: {len(lines[train])} pages. {val}: {len(lines[val])} pages.")
+    for target, rows in lines.items():
+        command.report(f"{target}: {len(rows)} pages", file=target, pages=len(rows))
 
 
 main = command.main_of(COMMAND, __doc__, _add_options, collect)

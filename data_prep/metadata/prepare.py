@@ -391,14 +391,20 @@ def _join(parts: dict[str, list[Part]], request: Request, new: Path) -> dict[str
         name: sum(report["errors"][name][0] for report in reports.values())
         for name in next(iter(reports.values()))["errors"]
     }
-    print(f"{counts['train']} and {counts['val']} rows, {totals['empty']} without a text left out; errors: {errors}")
+    command.report(
+        f"{counts['train']} and {counts['val']} rows, {totals['empty']} without a text left out; errors: {errors}",
+        rows=counts,
+        empty=totals["empty"],
+        errors=errors,
+    )
     if pages:
-        print(
+        command.report(
             f"{pages['all']} pages, "
-            f"{pages['guessed']} with a guessed charset, {pages['replaced']} with replacement characters"
+            f"{pages['guessed']} with a guessed charset, {pages['replaced']} with replacement characters",
+            pages=pages,
         )
     if skipped:
-        print(f"skipped: {dropped}")
+        command.report(f"skipped: {dropped}", skipped=skipped)
     return {"counts": counts, **totals, "errors": errors}
 
 

@@ -73,11 +73,9 @@ def inverse_frequencies(counts: Counter[str]) -> dict[str, float]:
 
 
 def _print_weights(data_path: Path, corpus: str, columns: Sequence[str] | None, documents: int | None) -> None:
-    lines = (
-        f'    "{column}": {weight!r},'
-        for column, weight in inverse_frequencies(count_columns(data_path, corpus, columns, documents)).items()
-    )
-    print("\n".join(['"weights": {', *lines, "},"]))
+    weights = inverse_frequencies(count_columns(data_path, corpus, columns, documents))
+    lines = (f'    "{column}": {weight!r},' for column, weight in weights.items())
+    command.report("\n".join(['"weights": {', *lines, "},"]), weights=weights)
 
 
 main = command.main_of(COMMAND, __doc__, _add_options, _print_weights)

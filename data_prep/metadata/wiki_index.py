@@ -69,7 +69,8 @@ def make_index(dump: Path, output: Path) -> None:
         os.replace(temporary, output)
     finally:
         temporary.unlink(missing_ok=True)
-    print(f"{output}: {counts['paragraphs']} paragraphs, {counts['redirects']} redirects")
+    text = f"{output}: {counts['paragraphs']} paragraphs, {counts['redirects']} redirects"
+    command.report(text, file=output, **counts)
 
 
 def read_pages(dump: Path) -> Iterator[Page]:
@@ -102,7 +103,7 @@ def first_paragraph(wikitext: str) -> str:
         import mwparserfromhell
     except ModuleNotFoundError:
         raise DataError(
-            f"mwparserfromhell, which reads wikitext, is not installed: pip install -r {PACKAGES}"
+            f"mwparserfromhell: the package that reads wikitext is missing. Run: pip install -r {PACKAGES}"
         ) from None
     code = mwparserfromhell.parse(wikitext).get_sections(include_lead=True, flat=True)[0]
     unread = list(code.filter_tags(matches=lambda tag: str(tag.tag).lower() in ("ref", "gallery")))

@@ -97,20 +97,20 @@ def prepare(data_path: Path, name: str, train: Sequence[str], text_field: str, *
             raise DataError(f"--train: no n-gram {often}. Use more text, or a lower --min_count.")
         with open(partial_folder / FILE, "w", encoding="utf-8", newline="\n") as file:
             file.writelines(f"{ngram}\n" for ngrams in selected_ngrams.values() for ngram in ngrams)
-        print(
-            f"{totals[1]:,} words; n-grams by words: "
-            f"{', '.join(f'{n}: {len(ngrams):,}' for n, ngrams in selected_ngrams.items())}"
-        )
-        if undercount:
-            print(
-                f"Rare n-grams were dropped, so counts can be too low by up to {undercount:,}; "
-                "Raise --max_counts to count more."
-            )
-        return {
+        facts = {
             "words": totals[1],
             "ngrams": {str(n): len(ngrams) for n, ngrams in selected_ngrams.items()},
             "undercount": undercount,
         }
+        counts_text = ", ".join(f"{n}: {number:,}" for n, number in facts["ngrams"].items())
+        command.report(f"{totals[1]:,} words; n-grams by words: {counts_text}", **facts)
+        if undercount:
+            command.report(
+                f"Rare n-grams were dropped, so counts can be too low by up to {undercount:,}; "
+                "Raise --max_counts to count more.",
+                undercount=undercount,
+            )
+        return facts
 
     return command.make_folder(data_path / name, COMMAND, made_from, fill) is not None
 

@@ -199,12 +199,14 @@ def _provenance(
 def _print_summary(facts: dict[str, Any]) -> None:
     for split, counts in facts["counts"].items():
         labels = "; ".join(f"{number} {label}" for label, number in counts.get("labels", {}).items())
-        print(f"{split:6} {sum(counts['rows'].values())} rows{': ' if labels else ''}{labels}")
-        skipped = facts["skipped"][split]
+        rows, skipped = sum(counts["rows"].values()), facts["skipped"][split]
+        text = f"{split:6} {rows} rows{': ' if labels else ''}{labels}"
         if skipped["rows"]:
-            print(f"{'':6} left out: {skipped['rows']}, as {skipped['first'][0]}")
-    if facts["inputs_of_train_in_another_split"]:
-        print(f"{facts['inputs_of_train_in_another_split']} inputs of train are in another split too.")
+            text += f"\n{'':6} left out: {skipped['rows']}, as {skipped['first'][0]}"
+        command.report(text, split=split, rows=rows, labels=counts.get("labels", {}), skipped=skipped)
+    if num_repeated := facts["inputs_of_train_in_another_split"]:
+        text = f"{num_repeated} inputs of train are in another split too."
+        command.report(text, inputs_of_train_in_another_split=num_repeated)
 
 
 def _run(data_path: Path, name: str | None, task: str, **option_values: Any) -> None:

@@ -64,12 +64,12 @@ def pending_parents(runs: Path, items: Sequence[PlannedExperiment]) -> set[str]:
     return {exp_id for exp_id, job in jobs.items() if job.is_alive}
 
 
-def run(request: Request, target: Resources, option: str = "run") -> None:
+def run(request: Request, target: Resources, option: str = "run") -> dict[str, str]:
     """Submit by `option`: "run" never started, stopped or lost experiments; "retry" failed or lost experiments, and
     those skipped by a queue that failures stopped; "reset" all of them from the start.
 
     Queued and running jobs are skipped, except that "reset" kills them first, or fails if the state of one is unknown.
-    Returns when the jobs are queued, or have ended if the launcher waits for them.
+    Returns the job ids by experiment when the jobs are queued, or have ended if the launcher waits for them.
 
     Raises:
         LaunchError: the launcher refuses; a parent has failed, or is a job of another launcher; jobs do not end.
@@ -87,11 +87,12 @@ def run(request: Request, target: Resources, option: str = "run") -> None:
         todo = _choose(request, rows, option)
         if not todo:
             log.info("nothing to submit")
-            return
+            return {}
         new = [run for item in todo if not (run := store[item.exp_id]).path.exists()]
         jobs = _build_jobs(request, target, store, rows, todo, option)
         ids = _submit(request, target, jobs, new)
-    target.launcher.wait_for(ids)
+    target.launcher.wait_for(list(ids.values()))
+    return ids
 
 
 def _choose(request: Request, rows: Mapping[str, Row], option: str) -> list[PlannedExperiment]:
@@ -204,8 +205,8 @@ def _jobs_to_await(
     return waits_by_id
 
 
-def _submit(request: Request, target: Resources, jobs: Sequence[Job], new: Sequence[SavedRun]) -> list[str]:
-    """Record the submission, submit the jobs, record their ids.
+def _submit(request: Request, target: Resources, jobs: Sequence[Job], new: Sequence[SavedRun]) -> dict[str, str]:
+    """Record the submission, submit the jobs, record their ids, and return them by experiment.
     new: save directories to remove again if the jobs are refused."""
     resolved = registry.resolved_dict(target.launcher, key="launcher")
     commands = {job.exp_id: job.args for job in jobs}
@@ -219,25 +220,28 @@ def _submit(request: Request, target: Resources, jobs: Sequence[Job], new: Seque
                 for run in new:
                     run.remove_unused()
         raise
-    submissions.note(submission, {job.exp_id: job_id for job, job_id in zip(jobs, ids, strict=True)}, complete=True)
+    job_ids = {job.exp_id: job_id for job, job_id in zip(jobs, ids, strict=True)}
+    submissions.note(submission, job_ids, complete=True)
     log.info("submitted as %s: %d", submission.name, len(ids))
-    return ids
+    return job_ids
 
 
-def kill(runs: Path, exp_ids: Sequence[str]) -> None:
-    """Kill the queued and running jobs of these experiments, and return when they are gone.
+def kill(runs: Path, exp_ids: Sequence[str]) -> dict[str, str]:
+    """Kill the queued and running jobs of these experiments, and return their ids by experiment when they are gone.
 
     Raises:
         LaunchError: a scheduler does not answer or refuses, or jobs do not end.
     """
     with submissions.lock(runs):
         unclear = submissions.reconcile(runs)
-        _kill(runs, exp_ids)
+        killed_jobs = _kill(runs, exp_ids)
         submissions.refuse(unclear, exp_ids)
+    return killed_jobs
 
 
-def throttle(runs: Path, exp_ids: Sequence[str], max_running: int) -> None:
+def throttle(runs: Path, exp_ids: Sequence[str], max_running: int) -> dict[str, str]:
     """Change how many of the queued jobs of these experiments, and of those submitted with them, run at a time.
+    Returns the ids of the queued jobs by experiment.
 
     Raises:
         LaunchError: no job is queued, the launcher cannot do this, or a scheduler does not answer or refuses.
@@ -258,9 +262,10 @@ def throttle(runs: Path, exp_ids: Sequence[str], max_running: int) -> None:
         len(queued_jobs),
         f"at most {max_running}" if max_running else "any number",
     )
+    return {exp_id: job.job_id for exp_id, job in jobs.items() if job.seen and job.seen.state == "queued"}
 
 
-def _kill(runs: Path, exp_ids: Sequence[str], all_or_none: bool = False) -> None:
+def _kill(runs: Path, exp_ids: Sequence[str], all_or_none: bool = False) -> dict[str, str]:
     """Kill all jobs with a known state, then raise for the rest. all_or_none: raise before killing any."""
     store = RunStore(runs)
     jobs, messages = track(store, exp_ids)
@@ -289,6 +294,7 @@ def _kill(runs: Path, exp_ids: Sequence[str], all_or_none: bool = False) -> None
         log.info("killed: %d", len(alive))
     if messages:
         raise LaunchError("\n".join([*dict.fromkeys(messages.values()), "Try again later."]))
+    return {exp_id: job.job_id for exp_id, job in alive.items()}
 
 
 def _wait_until_gone(launchers: Sequence[tuple[LauncherConfig, list[str]]]) -> None:

@@ -42,7 +42,7 @@ SWITCHES = ("fsdp", "fsdp_sharded_gradients", "offload_activations", "determinis
 
 def parse(argv: Sequence[str] | None, about: str, root: Path) -> argparse.Namespace:
     """The arguments. about: the text of --help. root: of the project."""
-    return parse_arguments(make_parser(about, root), argv)
+    return parse_arguments(make_parser(about, root), argv, has_json=True)
 
 
 def make_parser(about: str, root: Path) -> argparse.ArgumentParser:
@@ -63,6 +63,12 @@ def make_parser(about: str, root: Path) -> argparse.ArgumentParser:
     groups.completer = _complete_names("exp_configs", "EXP_GROUPS")  # type: ignore[attr-defined]  argcomplete's
     what.add_argument(
         "--exp_id", metavar="ID", help="one experiment, by its id (the name of its save directory) or a prefix of it"
+    )
+    what.add_argument(
+        "--from-run",
+        "--from_run",
+        metavar="ID",
+        help="run an experiment of -sb again with the code of its run, in a git worktree, into <runs>/reruns/ID",
     )
     what.add_argument(
         "--set",
@@ -149,7 +155,6 @@ def _add_place(parser: argparse.ArgumentParser, root: Path) -> None:
         metavar="STATE",
         help="with --job_option status: only these states, such as failed lost",
     )
-    where.add_argument("--json", action="store_true", help="with --job_option status: as JSON, for programs")
     where.add_argument(
         "--watch",
         nargs="?",
@@ -267,16 +272,24 @@ def check(args: argparse.Namespace, processes: int) -> None:
     """Raise ConfigError for arguments that would be ignored. processes: number started by torchrun."""
     if args.job_scheduler in ("None", "0"):
         args.job_scheduler = None
-    if not args.list and not args.exp_group and not args.exp_id:
+    if args.from_run and (args.exp_group or args.exp_id or args.set or args.steps or args.where or args.job_scheduler):
         raise ConfigError(
-            "nothing to run: name a group with -e, or an experiment with --exp_id. --list shows the groups."
+            "--from-run: repeats a run as it was. Leave out -e, --exp_id, --set, --steps, --where and -j."
+        )
+    if args.from_run and (processes > 1 or args.list or args.job_option != "run" or args.reset):
+        raise ConfigError(
+            "--from-run: starts the processes itself, from the start. Leave out torchrun, --list, --job_option and -r."
+        )
+    if not args.list and not args.exp_group and not args.exp_id and not args.from_run:
+        raise ConfigError(
+            "-e, --exp_id: nothing to run. Name a group with -e, or an experiment with --exp_id; see --list."
         )
     if args.exp_group and args.exp_id:
         raise ConfigError("-e and --exp_id: give one of them.")
     if args.job_option in ("reset", "retry") and not args.job_scheduler:
         raise ConfigError(f"--job_option {args.job_option}: submits jobs. Add -j NAME, a launcher of job_configs.py.")
-    if args.job_option != "status" and (args.state or args.json or args.watch is not None):
-        raise ConfigError("--state, --json and --watch: only for --job_option status. Add it, or leave them out.")
+    if args.job_option != "status" and (args.state or args.watch is not None):
+        raise ConfigError("--state and --watch: only for --job_option status. Add it, or leave them out.")
     if (args.job_option == "throttle") != (args.max_running is not None):
         raise ConfigError("--job_option throttle and --max_running N: each needs the other. Give both, or neither.")
     if args.watch is not None and not args.watch > 0:

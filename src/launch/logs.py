@@ -62,6 +62,14 @@ def follow(
             )
 
 
+def last_lines(runs: Path, exp_ids: Sequence[str], lines: int = LINES) -> dict[str, list[str]]:
+    """{id: the last `lines` lines of each of its logs}, without waiting."""
+    return {
+        exp_id: [line for path in _log_files(runs, exp_id) for line in tail(path, lines).splitlines()]
+        for exp_id in exp_ids
+    }
+
+
 def tail(log: Path, lines: int, end: int | None = None) -> str:
     """The last `lines` lines of a file, or of its first `end` bytes, without reading all of it; "" if missing."""
     piece = 64 * 1024

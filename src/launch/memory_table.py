@@ -27,9 +27,8 @@ LOOP_SETTINGS = (
 
 def plan_all(
     items: Sequence[PlannedExperiment], places: Places, machines: Mapping[str, Any]
-) -> tuple[list[str], list[str]]:
-    """Lines of the table, and error messages for experiments without a plan.
-    Experiments with the same plan share a line.
+) -> tuple[list[tuple[str, Any]], list[str]]:
+    """(experiments, their `MemoryPlan`), and error messages for experiments without a plan.
 
     Experiments that train nothing are left out, unless none trains.
     """
@@ -37,16 +36,25 @@ def plan_all(
     training_items = [item for item in items if item.exp.get("loop")]
     for item in training_items or items:
         groups.setdefault(_key(item), []).append(item)
-    rows, mistakes = [], list[str]()
+    plans, mistakes = [], list[str]()
     logging.getLogger("src").setLevel(logging.WARNING)  # log messages of model building are for trainings
     for group in groups.values():
         recipe: Any = group[0].recipe
         try:
             more = f" and {len(group) - 1} more" if len(group) > 1 else ""
-            rows.append([group[0].where + more, *_cells(recipe.plan_memory(places, **machines))])
+            plans.append((group[0].where + more, recipe.plan_memory(places, **machines)))
         except UserError as error:
             mistakes += [f"{group[0].where}: {line}" for line in str(error).splitlines()]
-    return _table(rows, machines) if rows else [], mistakes
+    return plans, mistakes
+
+
+def to_dicts(plans: Sequence[tuple[str, Any]]) -> list[dict[str, Any]]:
+    """The numbers of `table`."""
+    names = ("parameters", "trained", "operations", "tokens_per_second", "hours")
+    return [
+        {"where": where, **{name: getattr(plan, name) for name in names}, "bytes": {**plan.parts, "total": plan.total}}
+        for where, plan in plans
+    ]
 
 
 def _key(item: PlannedExperiment) -> str:
@@ -77,7 +85,10 @@ def _count(parameters: int) -> str:
     return f"{parameters / 1e6:,.1f}"
 
 
-def _table(rows: list[list[str]], machines: Mapping[str, Any]) -> list[str]:
+def table(plans: Sequence[tuple[str, Any]], machines: Mapping[str, Any]) -> list[str]:
+    """The lines of the table; none without plans."""
+    if not plans:
+        return []
     sharing = (
         f"ZeRO by {machines['deepspeed'].name}" if machines["deepspeed"] else "FSDP2" if machines["fsdp"] else "DDP"
     )
@@ -90,5 +101,5 @@ def _table(rows: list[list[str]], machines: Mapping[str, Any]) -> list[str]:
         (f"{kind}{checkpointing}. Parameters in millions; GiB per GPU, for sequences of maximum length;"),
         "TFLOP of a step (?: unknown for this model); tokens/s of all GPUs and hours at 40 % of their peak",
         "(?: unknown TFLOP, or no known peak of this GPU for loop.precision, such as float32).",
-        *aligned_lines([head, *rows]),
+        *aligned_lines([head, *([where, *_cells(plan)] for where, plan in plans)]),
     ]

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import json
 import os
 import re
 import time
@@ -276,7 +275,7 @@ def _elapsed_seconds(status: Mapping[str, Any], state: str) -> float | None:
 
 def format_table(rows: Iterable[Row], differences: Mapping[str, str] | None = None) -> list[str]:
     """The rows as lines of a table, with a header and without empty columns.
-    differences: distinguishing settings by id, shortened here. `to_json` has all of them."""
+    differences: distinguishing settings by id, shortened here. `to_dicts` has all of them."""
     distinctions = {exp_id: _shorten(text) for exp_id, text in (differences or {}).items()}
     head = ("id", "group", "state", "job", "node", "time", "starts", "step", "loss", "beat", "differs by", "reason")
     lines = [_cells(row, distinctions.get(row.exp_id, "")) for row in rows]
@@ -284,10 +283,9 @@ def format_table(rows: Iterable[Row], differences: Mapping[str, str] | None = No
     return aligned_lines([list(itertools.compress(line, is_filled)) for line in (head, *lines)])
 
 
-def to_json(rows: Iterable[Row], differences: Mapping[str, str]) -> str:
-    """The rows as a JSON list of dicts with the fields of `Row`, and "differs": its distinguishing settings."""
-    dicts = [{**vars(row), "log": row.log and str(row.log), "differs": differences.get(row.exp_id, "")} for row in rows]
-    return json.dumps(dicts, indent=2)
+def to_dicts(rows: Iterable[Row], differences: Mapping[str, str]) -> list[dict[str, Any]]:
+    """The rows as dicts with the fields of `Row`, and "differs": its distinguishing settings."""
+    return [{**vars(row), "differs": differences.get(row.exp_id, "")} for row in rows]
 
 
 def summarize(rows: Sequence[Row]) -> str:

@@ -73,7 +73,7 @@ _REPOSITORY_VARIABLES = (
     "GIT_OBJECT_DIRECTORY",
     "GIT_ALTERNATE_OBJECT_DIRECTORIES",
 )
-_OPTIONS = (
+DIFF_OPTIONS = (
     *(
         "--binary",
         "--full-index",
@@ -139,7 +139,7 @@ class _Changes:
     submodules: list[dict[str, Any]] = field(default_factory=list)
 
 
-class _Git:
+class Git:
     """Git with a separate index and object store, so that the repository is only read."""
 
     def __init__(self, folder: Path, scratch: Path) -> None:
@@ -187,7 +187,7 @@ class _Git:
 def _add_version(facts: dict[str, Any], root: Path, leave_out: Sequence[Path]) -> None:
     """Add commit, patch and omitted files to `facts`. The commit comes first, so a failing diff does not lose it."""
     with tempfile.TemporaryDirectory() as scratch:
-        git = _Git(root, Path(scratch))
+        git = Git(root, Path(scratch))
         inside = os.path.relpath(root.resolve(), git.folder.resolve())
         if not git.names("ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", inside):
             return  # git ignores the folder: the repository is of other code
@@ -210,7 +210,7 @@ def _add_version(facts: dict[str, Any], root: Path, leave_out: Sequence[Path]) -
 
 
 def _add_changes(
-    changes: _Changes, git: _Git, base: str | None, inside: str, prefix: str, leave_out: Sequence[Path]
+    changes: _Changes, git: Git, base: str | None, inside: str, prefix: str, leave_out: Sequence[Path]
 ) -> None:
     """Add the changes from the commit `base` to the files below `inside`.
     prefix: path of the repository relative to the top, with a final slash."""
@@ -263,13 +263,13 @@ def _add_changes(
         _add_submodule(changes, git, name, tree_entries.get(name), prefix, leave_out)
 
 
-def _parts(git: _Git, tree: str, inside: str, prefix: str) -> Iterable[tuple[str, bytes]]:
+def _parts(git: Git, tree: str, inside: str, prefix: str) -> Iterable[tuple[str, bytes]]:
     """Name and patch of each changed file in the index."""
     status = git(
         "diff", "--cached", "--name-status", "-z", "--no-renames", "--ignore-submodules=all", tree, "--", inside
     ).split(b"\0")
     prefixes = (f"--src-prefix=a/{prefix}", f"--dst-prefix=b/{prefix}")
-    patch = git("diff", "--cached", *_OPTIONS, *prefixes, tree, "--", inside)
+    patch = git("diff", "--cached", *DIFF_OPTIONS, *prefixes, tree, "--", inside)
     sections = re.split(rb"(?m)^(?=diff --git )", patch)[1:]
     start = 0
     for kind, name in zip(status[:-1:2], status[1::2], strict=True):
@@ -279,7 +279,7 @@ def _parts(git: _Git, tree: str, inside: str, prefix: str) -> Iterable[tuple[str
 
 
 def _add_submodule(
-    changes: _Changes, git: _Git, name: str, tree_entry: tuple[str, str] | None, prefix: str, leave_out: Sequence[Path]
+    changes: _Changes, git: Git, name: str, tree_entry: tuple[str, str] | None, prefix: str, leave_out: Sequence[Path]
 ) -> None:
     """Add the changes in a submodule, or in an uncommitted nested repository, relative to its recorded commit."""
     folder = git.folder / name
@@ -288,7 +288,7 @@ def _add_submodule(
         if base and not folder.is_dir():
             changes.submodules.append({"path": prefix + name, "commit": None, "recorded": base, "dirty": True})
         return  # not initialised
-    inner = _Git(folder, git.scratch)
+    inner = Git(folder, git.scratch)
     commit = inner.try_read("rev-parse", "--verify", "HEAD")
     has_base = base and inner.try_read("cat-file", "-e", f"{base}^{{commit}}") is not None
     before = len(changes.patch), len(changes.omitted_files), len(changes.submodules)
@@ -298,7 +298,7 @@ def _add_submodule(
         changes.submodules.append({"path": prefix + name, "commit": commit, "recorded": base, "dirty": dirty})
 
 
-def _clear_flags(git: _Git) -> None:
+def _clear_flags(git: Git) -> None:
     """Clear assume-unchanged and skip-worktree, which hide changes."""
     lines = [line for line in git("ls-files", "-v", "-z").split(b"\0") if line]
     for flags, option in ((b"abcdefghijklmnopqrstuvwxyz", "--no-assume-unchanged"), (b"Ss", "--no-skip-worktree")):
@@ -309,7 +309,7 @@ def _clear_flags(git: _Git) -> None:
             git("update-index", option, "-z", "--stdin", text=b"".join(name + b"\0" for name in hidden))
 
 
-def _entries(git: _Git, *arguments: str) -> dict[str, tuple[str, str]]:
+def _entries(git: Git, *arguments: str) -> dict[str, tuple[str, str]]:
     """(mode, hash) by name."""
     entries = {}
     for line in git(*arguments).split(b"\0"):

@@ -90,6 +90,12 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
+def recorded_processes(variables: Mapping[str, str]) -> int | None:
+    """The number of processes of a start with these variables; None if they were on several machines."""
+    count = variables.get("WORLD_SIZE", "1")
+    return int(count) if variables.get("LOCAL_WORLD_SIZE", count) == count else None
+
+
 def slurm_job(variables: Mapping[str, str]) -> str | None:
     """The Slurm job of a process with these environment variables, as "ID" or "ARRAY_TASK"; None outside of Slurm."""
     array, task = variables.get("SLURM_ARRAY_JOB_ID"), variables.get("SLURM_ARRAY_TASK_ID")

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -13,6 +14,7 @@ from types import FrameType
 from typing import BinaryIO, NoReturn
 
 from src.errors import ConfigError, print_errors
+from src.support import documents
 
 # Standard input is a pipe that closes when its writer dies. The shell and its watcher ignore stop signals.
 _BOUND_COMMAND = (
@@ -29,13 +31,20 @@ def make_parser(module: str, description: str | None) -> argparse.ArgumentParser
     )
 
 
-def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse `argv`. If a shell requests completions (argcomplete), print them and exit."""
+def parse_arguments(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None, has_json: bool = False
+) -> argparse.Namespace:
+    """Parse `argv`. If a shell requests completions (argcomplete), print them and exit.
+    has_json: add --json (`src/support/documents.py`)."""
+    words = sys.argv[1:] if argv is None else argv
+    if has_json:
+        documents.add_option(parser)
     if "_ARGCOMPLETE" in os.environ:
         import argcomplete
 
         argcomplete.autocomplete(parser)
-    return parser.parse_intermixed_args(argv)  # positional arguments can be anywhere among the options
+    with documents.parsing(words if has_json else ()):
+        return parser.parse_intermixed_args(words)  # positional arguments can be anywhere among the options
 
 
 def run_command(action: Callable[[], int], level: int = logging.INFO) -> int:

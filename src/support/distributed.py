@@ -125,7 +125,7 @@ def session(deterministic: bool = False) -> Iterator[None]:
     gpu = torch.cuda.is_available()
     if gpu and local_rank() >= torch.cuda.device_count():
         raise LaunchError(
-            f"process {local_rank()} has no GPU: this machine has {torch.cuda.device_count()}. Start fewer processes."
+            f"process {local_rank()}: this machine has {torch.cuda.device_count()} GPUs. Start fewer processes."
         )
     if "RANK" not in os.environ:
         raise LaunchError(

@@ -7,11 +7,11 @@ import hmac
 import io
 import re
 import secrets
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from src.errors import ConfigError, UserError
+from src.support.documents import show
 
 _TOKEN = "token"
 _DAYS = 30
@@ -78,8 +78,8 @@ def serve_page(
             "Choose another port, or 0 for a free one."
         ) from None
     host = f"[{options.address}]" if ":" in options.address else options.address
-    sys.stdout.write(f"http://{host}:{server.port}/{f'?{_TOKEN}={token}' if token else ''}\n")
-    sys.stdout.flush()
+    url = f"http://{host}:{server.port}/{f'?{_TOKEN}={token}' if token else ''}"
+    show("address/1", {"url": url}, lambda: print(url, flush=True))  # noqa: T201  the result of the command
     with contextlib.redirect_stdout(
         io.StringIO()
     ):  # a closed pipe would raise in Bokeh's SIGTERM handler, before it stops

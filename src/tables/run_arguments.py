@@ -10,14 +10,17 @@ import io
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from src.errors import ConfigError, DataError
 from src.files import encodable, reading, write_atomic, writing
 from src.runs.scores import SCORES
 from src.runs.store import EXP_DICT, STATUS
+from src.support import documents
 from src.support.command_line import parse_arguments
+from src.support.documents import warn
 from src.tables import curves, results
 
 RUNS = Path("results/runs")
@@ -25,12 +28,6 @@ _ID_START = re.compile(r"[0-9a-f]{1,128}")
 _ID = re.compile(r"[0-9a-f]{8,128}")
 _OUR_ID = re.compile(r"[0-9a-f]{32}")
 _MAX_NAMED = 5
-
-
-def warn(lines: Iterable[str]) -> None:
-    """Print lines to stderr."""
-    for line in lines:
-        sys.stderr.write(f"{line}\n")
 
 
 def write_page(output: Path, page: str | bytes) -> None:
@@ -42,21 +39,32 @@ def write_page(output: Path, page: str | bytes) -> None:
     with writing(output):
         output.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(output, encodable(page) if isinstance(page, str) else page)
-    sys.stdout.write(f"{output}\n")
+    show_file(output)
 
 
-@contextlib.contextmanager
-def output_to(output: Path | None) -> Iterator[None]:
-    """Write standard output to the file `output` at the end of the block and print its path; None: leave it.
+def show_file(output: Path) -> None:
+    """Print the path of a file that was written."""
+    documents.show("file/1", {"path": output}, lambda: sys.stdout.write(f"{output}\n"))
+
+
+def show(
+    output: Path | None,
+    schema: str,
+    content: Mapping[str, Any],
+    write: Callable[[], object],
+    errors: Sequence[documents.Mistake] = (),
+) -> None:
+    """Print the result of a command: the document with --json, else the text that `write` prints.
+    output: write it to this file instead, and print the path.
 
     Raises:
         RunError: the disk refuses.
     """
     if output is None:
-        yield
+        documents.show(schema, content, write, errors)
         return
     with contextlib.redirect_stdout(io.StringIO()) as text:
-        yield
+        sys.stdout.write(documents.dump(schema, content, errors)) if documents.is_json() else write()
     write_page(output, text.getvalue())
 
 
@@ -92,7 +100,7 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
         DataError: no such folder.
         RunError: the folder cannot be read.
     """
-    options = parse_arguments(parser, arguments)
+    options = parse_arguments(parser, arguments, has_json=True)
     groups = list(dict.fromkeys(options.groups or ()))
     words = list(options.words)
     if options.runs is None and not words and len(groups) > 1 and Path(groups[-1]).is_dir():
@@ -222,7 +230,7 @@ def choose_values(options: argparse.Namespace, rows: Sequence[results.Row]) -> t
     """
     if options.at_step is not None and options.value != "last":
         raise ConfigError(
-            "--at-step uses the value at one step, --value a value over all steps: leave one of them out."
+            "--at-step, --value: the value at one step, and a value over all steps. Leave one of them out."
         )
     if rows and options.seed_key != results.SEED:
         keys = {key for row in rows for key in results.config_keys(row)}

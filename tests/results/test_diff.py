@@ -38,11 +38,11 @@ def experiment(seed: int, **more: Any) -> dict[str, Any]:
 
 
 def compare(capsys: pytest.CaptureFixture[str], *paths: Path) -> dict[str, Any]:
-    arguments = ["--runs", str(paths[0].parent), "--format", "json"]
+    arguments = ["--runs", str(paths[0].parent), "--json"]
     assert diff.main([*(path.name for path in paths), *arguments]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
-    return json.loads(captured.out)
+    return json.loads(captured.out)["sections"]
 
 
 def test_only_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -62,8 +62,6 @@ def test_only_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         time="then",
     )
     assert compare(capsys, one, other) == {
-        "a": one.name,
-        "b": other.name,
         "experiment": {"model.stride": {"a": 2}, "seed": {"a": 0, "b": 1}, "model.depth": {"b": 3}},
         "config": {"rate": {"a": 0.5, "b": 0.25}},
         "code": {
@@ -93,7 +91,7 @@ def test_only_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 
 def test_nothing_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     one = make(tmp_path, experiment(0))
-    assert compare(capsys, one, one) == {"a": one.name, "b": one.name}
+    assert compare(capsys, one, one) == {}
     assert diff.main([one.name, one.name, "--runs", str(tmp_path)]) == 0
     assert "nothing differs" in capsys.readouterr().out
 
@@ -104,9 +102,9 @@ def test_unreadable_files_are_named_and_the_rest_is_compared(tmp_path: Path, cap
     (one / "config.json").write_text("3")
     (one / "scores.jsonl").write_text("oops\n")
     (checkpoints.folder(other, 1) / "state.json").unlink()
-    assert diff.main([one.name, other.name, "--runs", str(tmp_path), "--format", "json"]) == 0
+    assert diff.main([one.name, other.name, "--runs", str(tmp_path), "--json"]) == 0
     captured = capsys.readouterr()
-    assert json.loads(captured.out)["experiment"] == {"seed": {"a": 0, "b": 1}}
+    assert json.loads(captured.out)["sections"]["experiment"] == {"seed": {"a": 0, "b": 1}}
     for message in (
         "config.json: expected a dict, got int.",
         "code not compared: ",
@@ -144,10 +142,11 @@ def test_ids_can_be_short_but_not_ambiguous(tmp_path: Path, capsys: pytest.Captu
 
 def test_runs_of_different_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     one, other = make(tmp_path / "a", experiment(0)), make(tmp_path / "b", experiment(1))
+    file = tmp_path / "diff.json"
     for words in ([str(one), str(other)], [f"{one.parent}/{one.name[:6]}", f"{other.parent}/{other.name[:4]}"]):
-        assert diff.main([*words, "--format", "json", "-o", str(tmp_path / "diff.json")]) == 0
-        assert json.loads((tmp_path / "diff.json").read_text())["experiment"] == {"seed": {"a": 0, "b": 1}}
-    assert capsys.readouterr().out == f"{tmp_path / 'diff.json'}\n" * 2
+        assert diff.main([*words, "--json", "-o", str(file)]) == 0
+        assert json.loads(capsys.readouterr().out)["path"] == str(file)
+        assert json.loads(file.read_text())["sections"]["experiment"] == {"seed": {"a": 0, "b": 1}}
     assert diff.main([f"{one.parent}/{one.name[:6]}", f"{other.parent}/{one.name}"]) == 1
     assert f"{other.parent}:" in capsys.readouterr().err
 
@@ -155,7 +154,7 @@ def test_runs_of_different_folders(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_two_runs_chosen_by_an_expression(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     for seed in range(3):
         make(tmp_path, experiment(seed))
-    assert diff.main([str(tmp_path), "--where", "seed in [0, 2]", "--format", "json"]) == 0
-    assert {*json.loads(capsys.readouterr().out)["experiment"]["seed"].values()} == {0, 2}
+    assert diff.main([str(tmp_path), "--where", "seed in [0, 2]", "--json"]) == 0
+    assert {*json.loads(capsys.readouterr().out)["sections"]["experiment"]["seed"].values()} == {0, 2}
     assert diff.main([str(tmp_path)]) == 1
     assert "got 3" in capsys.readouterr().err

@@ -123,7 +123,7 @@ def test_a_graph_for_markdown(family: Path, capsys: pytest.CaptureFixture[str]):
 
 
 def test_json_holds_everything(family: Path, capsys: pytest.CaptureFixture[str]):
-    value = json.loads(print_lineage(capsys, family, "--format", "json", "--exp_id", middle))
+    value = json.loads(print_lineage(capsys, family, "--json", "--exp_id", middle))
     assert {node["exp_id"] for node in value["nodes"]} == {exp_id(OLD), exp_id(MIDDLE), exp_id(YOUNG)}
     assert {"child": exp_id(MIDDLE), "parent": exp_id(OLD), "checkpoint": "last"} in value["edges"]
     assert next(node for node in value["nodes"] if node["exp_id"] == exp_id(YOUNG))["scores"] == {

@@ -41,7 +41,7 @@ def scores(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, 
     assert rescore.main([*map(str, arguments), "--json"]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
-    return json.loads(captured.out)
+    return json.loads(captured.out)["files"]
 
 
 def test_overall_and_by_source(file: Path, capsys: pytest.CaptureFixture[str]):

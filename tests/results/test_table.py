@@ -29,7 +29,7 @@ def expected(stride: int) -> list[float]:
 
 
 def test_json_holds_every_digit_and_the_best_first(runs: Path, capsys: pytest.CaptureFixture[str]):
-    best, other = json.loads(print_table(capsys, runs, "--format", "json"))
+    best, other = json.loads(print_table(capsys, runs, "--json"))["rows"]
     assert (best["model.stride"], other["model.stride"]) == (1, 2)
     assert best["val_loss"] == statistics.fmean(expected(1))
     assert best["val_loss_std"] == statistics.stdev(expected(1))
@@ -40,7 +40,7 @@ def test_another_metric_and_another_end(runs: Path, capsys: pytest.CaptureFixtur
     strides = {}
     for arguments in (["--metric", "em"], ["--metric", "em", "--best", "min"], ["--best", "max"]):
         strides[tuple(arguments)] = [
-            row["model.stride"] for row in json.loads(print_table(capsys, runs, "--format", "json", *arguments))
+            row["model.stride"] for row in json.loads(print_table(capsys, runs, "--json", *arguments))["rows"]
         ]
     assert list(strides.values()) == [[2, 1], [1, 2], [2, 1]]
 
@@ -78,12 +78,10 @@ def test_several_groups_and_where_the_runs_are(
         (["-e", "tiny", runs], [1, 2]),
         (["--group", "late/one", "--", runs], [7]),
     ):
-        result = json.loads(print_table(capsys, "--by", "model.stride", "--format", "json", *words))
+        result = json.loads(print_table(capsys, "--by", "model.stride", "--json", *words))["rows"]
         assert [row["model.stride"] for row in result] == strides, words
     monkeypatch.setattr(run_arguments, "RUNS", runs)
-    assert (
-        len(json.loads(print_table(capsys, "-e", "tiny", "late/one", "--by", "model.stride", "--format", "json"))) == 3
-    )
+    assert len(json.loads(print_table(capsys, "-e", "tiny", "late/one", "--by", "model.stride", "--json"))["rows"]) == 3
 
 
 def test_latex_escapes_what_latex_would_read(runs: Path, capsys: pytest.CaptureFixture[str]):
@@ -187,13 +185,11 @@ def test_tables_in_text_load_nothing_heavy():
 
 def test_only_the_runs_that_answer_a_question(runs: Path, capsys: pytest.CaptureFixture[str]):
     (row,) = json.loads(
-        print_table(
-            capsys, runs, "--where", "model.stride > 1 and status == 'done' and seed in [0, 2]", "--format", "json"
-        )
-    )
+        print_table(capsys, runs, "--where", "model.stride > 1 and status == 'done' and seed in [0, 2]", "--json")
+    )["rows"]
     assert row["runs"] == 2
     assert row["val_loss"] == statistics.fmean([expected(2)[0], expected(2)[2]])
-    (row,) = json.loads(print_table(capsys, runs, "--where", "val_loss < 0.61", "--format", "json"))
+    (row,) = json.loads(print_table(capsys, runs, "--where", "val_loss < 0.61", "--json"))["rows"]
     assert row["runs"] == 1
 
 
@@ -206,7 +202,7 @@ def test_a_pivot_in_every_format(runs: Path, capsys: pytest.CaptureFixture[str])
         "| 2 | 0.93 ± 0.10 (3) |",
     ]
     assert r"stride & kind=a\_b \& 50\% \\" in print_table(capsys, *pivot, "latex")
-    cells = json.loads(print_table(capsys, *pivot, "json"))
+    cells = json.loads(print_table(capsys, *pivot[:-1], "--json"))["rows"]
     assert [(cell["model.stride"], cell["val_loss"]) for cell in cells] == [
         (s, statistics.fmean(expected(s))) for s in (1, 2)
     ]

@@ -238,8 +238,8 @@ def check_start(branches: Sequence[Branch], step: int) -> None:
     later = [branch for branch in branches if branch.reset_optimizer and branch.from_step > step]
     if later:
         raise RunError(
-            f"branch {later[0].number} resets the optimizer at step {later[0].from_step}, but the checkpoint of that "
-            f"step is damaged or missing: the newest complete one is of step {step}. "
+            f"branch {later[0].number}: it resets the optimizer at step {later[0].from_step}, but the checkpoint of "
+            f"that step is damaged or missing: the newest complete one is of step {step}. "
             "Undo the rewind, or rewind to an earlier step with --reset-optimizer."
         )
 

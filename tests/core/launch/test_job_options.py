@@ -150,7 +150,7 @@ def test_a_failure_is_reported_and_repaired(world: World, monkeypatch: pytest.Mo
             ["-e", "quick", "-j", "wrong", "--dry-run"],
             "JOB_CONFIGS['wrong'].overrides[0]: unknown key 'slits'. Did you mean 'slots'?",
         ),
-        (["--job_option", "status"], "nothing to run: name a group with -e"),
+        (["--job_option", "status"], "nothing to run. Name a group with -e"),
     ],
 )
 def test_mistakes_on_the_command_line(world: World, words: list[str], message: str):

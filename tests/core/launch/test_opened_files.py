@@ -68,7 +68,7 @@ def repeated_opens(counts: Counter[str]) -> dict[str, int]:
 
 
 def test_a_table_opens_each_file_once(folder: Path):
-    assert repeated_opens(count_opens(lambda: table.main([str(folder / "runs"), "--format", "json"]), folder)) == {}
+    assert repeated_opens(count_opens(lambda: table.main([str(folder / "runs"), "--json"]), folder)) == {}
 
 
 @pytest.mark.parametrize("group", ["base", "children"])

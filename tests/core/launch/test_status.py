@@ -30,6 +30,7 @@ from src.launch.job import SchedulerState
 from src.runs import lease
 from src.runs.plan import PlannedExperiment
 from src.runs.store import RunStore, SavedRun
+from src.support import documents
 
 ROOT = Path(__file__).resolve().parents[3]
 # A program in the place of trainval.py: it does what its experiment says, once the file `go` is there.
@@ -490,7 +491,7 @@ def test_long_differences_are_shortened_in_the_table_only():
     text = ", ".join(f"loop.setting_{number}={number}" for number in range(40))
     _, line = status.format_table([row], {row.exp_id: text})
     assert line.endswith(f"  {text[:77]}...  no such data set")
-    assert json.loads(status.to_json([row], {row.exp_id: text}))[0]["differs"] == text
+    assert status.to_dicts([row], {row.exp_id: text})[0]["differs"] == text
     _, line = status.format_table([row], {row.exp_id: text[:80]})
     assert line.endswith(f"  {text[:80]}  no such data set")
 
@@ -595,9 +596,10 @@ def test_logs_are_followed_to_the_end(world: World, caplog: pytest.LogCaptureFix
 
 
 def look(world: World, items: Sequence[PlannedExperiment], *words: str) -> int:
-    args = arguments.make_parser("", ROOT).parse_args(["-e", "g", "--job_option", "status", *words])
-    arguments.check(args, 1)
-    return trainval.look(args, items, Places(world.runs, world.runs, {}))
+    with documents.scope():
+        args = arguments.parse(["-e", "g", "--job_option", "status", *words], "", ROOT)
+        arguments.check(args, 1)
+        return trainval.look(args, items, Places(world.runs, world.runs, {}))
 
 
 def test_the_status_as_json_of_some_states_and_again(
@@ -616,14 +618,14 @@ def test_the_status_as_json_of_some_states_and_again(
     monkeypatch.setattr(trainval, "time", SimpleNamespace(sleep=sleep))
     assert look(world, items, "--json", "--state", "failed", "done", "--watch", "7") == 0
     first, end = json.JSONDecoder().raw_decode(out := capsys.readouterr().out)
-    second = json.loads(out[end:])
+    first, second = first["experiments"], json.loads(out[end:])["experiments"]
     assert [(row["exp_id"], row["state"]) for row in first] == [(items[2].exp_id, "failed")]
     assert [row["state"] for row in second] == ["done", "done", "failed"]
     assert "size=2" in second[1]["differs"]
     assert second[0]["log"] == f"{world.runs}/logs/{items[0].exp_id}.err.log"
     look(world, items, "--state", "failed")
     assert capsys.readouterr().out.splitlines()[-1] == "1 experiment: 1 failed"
-    for words in (["--state", "done"], ["--json"], ["--watch"]):
+    for words in (["--state", "done"], ["--watch"]):
         with pytest.raises(ConfigError, match="only for --job_option status"):
             arguments.check(arguments.make_parser("", ROOT).parse_args(["-e", "g", *words]), 1)
 

@@ -571,7 +571,7 @@ def test_lineage_shows_where_a_rewound_run_comes_from(run: Path, capsys: pytest.
     for form in ("table", "tree", "mermaid", "dot"):
         assert lineage.main([str(run.parent), "--format", form]) == 0
         assert "(branch 1 from step 30)" in capsys.readouterr().out
-    assert lineage.main([str(run.parent), "--format", "json"]) == 0
+    assert lineage.main([str(run.parent), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["nodes"][0]["branches"] == [[1, 30]]
 
 

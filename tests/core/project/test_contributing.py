@@ -65,7 +65,7 @@ def test_a_metric_and_an_experiment_as_shown(tmp_path: Path):
     table = subprocess.run(
         [
             *(sys.executable, "-m", "results.table", str(tmp_path / "runs")),
-            *("-e", "crossattn_tiny_prefix", "--format", "json"),
+            *("-e", "crossattn_tiny_prefix", "--json"),
         ],
         cwd=root,
         capture_output=True,

@@ -11,9 +11,10 @@ import pytest
 import exp_configs
 import trainval
 from src.launch import arguments
+from src.support import documents
 
 ROOT = Path(trainval.__file__).parent
-PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+PAGES = ["README.md", "AGENTS.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
 NEEDS = re.compile(r"# needs (GPUs|the hub|GPUs and the hub|a cluster)$", re.MULTILINE)
 """The mark of commands, in their comment or at the top of their block, that no test can carry out here."""
 ELSEWHERE = re.compile(
@@ -44,15 +45,19 @@ EVERY = [line for name in PAGES for line in commands(name)]
 
 
 @pytest.mark.parametrize(
-    "line", sorted({line for line in EVERY if "trainval.py" in line and not re.search(r" -e \W?(mine|talks)", line)})
+    "line",
+    sorted(
+        {line for line in EVERY if "trainval.py" in line and not re.search(r" -e \W?(mine|talks)|--from-run", line)}
+    ),
 )
 def test_commands_of_trainval_are_understood(line: str, capsys: pytest.CaptureFixture[str]):
     """Their flags are known, their groups are there, and what --set changes is valid.
     tests/core/project/test_tutorial.py carries out group `mine`, test_guides.py the groups `mine_…`, and
-    tests/core/models/test_smollm2.py group `talks`."""
+    tests/core/models/test_smollm2.py group `talks`. test_recorded_code.py carries out --from-run."""
     words = shlex.split(line)
     words = words[words.index("trainval.py") + 1 :]
-    args = arguments.parse(words, "", ROOT)
+    with documents.scope():
+        args = arguments.parse(words, "", ROOT)
     assert {name.partition("[")[0] for name in args.exp_group} <= set(exp_configs.EXP_GROUPS)
     assert trainval.main([*words, "--list"]) == 0, capsys.readouterr().err
 

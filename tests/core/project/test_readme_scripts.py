@@ -166,8 +166,8 @@ def trained(runs: Path) -> dict[str, dict[str, Any]]:
 
 def told_by_table(runs: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, float]:
     capsys.readouterr()
-    assert table.main([str(runs), "--by", "exp_id", "--format", "json"]) == 0
-    return {row["exp_id"]: row["val_loss"] for row in json.loads(capsys.readouterr().out)}
+    assert table.main([str(runs), "--by", "exp_id", "--json"]) == 0
+    return {row["exp_id"]: row["val_loss"] for row in json.loads(capsys.readouterr().out)["rows"]}
 
 
 @pytest.mark.slow

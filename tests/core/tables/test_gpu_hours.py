@@ -78,8 +78,8 @@ def test_tables_and_reports_add_them_up(tmp_path: Path, capsys: pytest.CaptureFi
     ):
         assert table.main([str(tmp_path / "runs"), "--by", "group", "--gpu-hours", "--format", style]) == 0
         assert text in capsys.readouterr().out
-    assert table.main([str(tmp_path / "runs"), "--gpu-hours", "--format", "json"]) == 0
-    assert json.loads(capsys.readouterr().out)[0]["gpu_hours"] == pytest.approx(10)
+    assert table.main([str(tmp_path / "runs"), "--gpu-hours", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"][0]["gpu_hours"] == pytest.approx(10)
     assert report.main([str(tmp_path / "runs"), "-o", str(tmp_path / "a.html")]) == 0
     assert "10.0 GPU-hours over all attempts" in (tmp_path / "a.html").read_text()
 

@@ -46,8 +46,8 @@ def test_havens_table_is_ours(manager: ResultManager, runs: Path, capsys: pytest
         frame = manager.get_score_df(
             columns=["exp_id", "model.stride", "seed"], show_exp_ids=True, show_meta=False, show_max_min=False
         )
-    assert table.main([str(runs), "--by", "exp_id", "--format", "json"]) == 0
-    ours = {row["exp_id"]: row for row in json.loads(capsys.readouterr().out)}
+    assert table.main([str(runs), "--by", "exp_id", "--json"]) == 0
+    ours = {row["exp_id"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
     theirs = {row["exp_id"]: row for row in frame.to_dict("records")}
     assert theirs.keys() == ours.keys()
     for name, row in theirs.items():

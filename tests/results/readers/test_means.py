@@ -63,8 +63,8 @@ def planted_runs(tmp_path: Path) -> Path:
 
 
 def rows_of(runs: Path, capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[int, dict]:
-    assert table.main([str(runs), "--format", "json", *map(str, arguments)]) == 0
-    return {row["model.stride"]: row for row in json.loads(capsys.readouterr().out)}
+    assert table.main([str(runs), "--json", *map(str, arguments)]) == 0
+    return {row["model.stride"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
 
 
 def test_every_view_has_the_means_of_finished_runs(
@@ -110,8 +110,8 @@ def test_haven_has_the_last_values_of_the_same_runs(planted_runs: Path, capsys: 
         theirs = manager.get_score_df(
             columns=["exp_id", "model.stride"], show_exp_ids=True, show_meta=False, show_max_min=False
         )
-    assert table.main([str(planted_runs), "--unfinished", "--by", "exp_id", "--format", "json"]) == 0
-    ours = {row["exp_id"]: (row["val_loss"], row["step"]) for row in json.loads(capsys.readouterr().out)}
+    assert table.main([str(planted_runs), "--unfinished", "--by", "exp_id", "--json"]) == 0
+    ours = {row["exp_id"]: (row["val_loss"], row["step"]) for row in json.loads(capsys.readouterr().out)["rows"]}
     assert {row["exp_id"]: (row["val_loss"], row["step"]) for row in theirs.to_dict("records")} == ours
     done = {row["exp_id"] for row in results.load_rows(planted_runs)[0] if row["state"] == "done"}
     of_stride_2 = theirs[theirs["exp_id"].isin(done) & (theirs["model.stride"] == 2)]["val_loss"]
@@ -211,12 +211,12 @@ def test_the_best_value_is_the_best_checkpoints(tmp_path: Path, capsys: pytest.C
         exp = experiment(1, 0, loop={"best_metric": "skill", "best_mode": mode})
         plant(tmp_path / mode, exp, [(1, 0.5), (2, 0.2), (3, 0.9), (4, 0.4)], "done", "skill")
         rows = json.loads(
-            (table.main([str(tmp_path / mode), "--value", "best", "--format", "json"]), capsys.readouterr().out)[1]
-        )
+            (table.main([str(tmp_path / mode), "--value", "best", "--json"]), capsys.readouterr().out)[1]
+        )["rows"]
         assert rows[0]["skill"] == best
     plant(tmp_path / "named", experiment(1, 0), [(1, 0.5), (2, 0.9), (3, 0.4)], "done", "em")
-    assert table.main([str(tmp_path / "named"), "--value", "best", "--format", "json"]) == 0
-    assert json.loads(capsys.readouterr().out)[0]["em"] == 0.9
+    assert table.main([str(tmp_path / "named"), "--value", "best", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"][0]["em"] == 0.9
 
 
 def test_columns_of_tables_are_no_config_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -230,8 +230,8 @@ def test_columns_of_tables_are_no_config_keys(tmp_path: Path, capsys: pytest.Cap
             "model": {"name": "m", "state": runs},
         }
         plant(tmp_path, exp, [(1, runs / 10)], "done")
-    assert table.main([str(tmp_path), "--format", "json"]) == 0
-    rows = json.loads(capsys.readouterr().out)
+    assert table.main([str(tmp_path), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
     keys = ("config.runs", "config.val_loss_std", "config.done", "model.state", "runs", "val_loss", "val_loss_std")
     assert [[row[key] for key in keys] for row in rows] == [[7, 0.1, 7, 7, 1, 0.7, None], [9, 0.2, 9, 9, 1, 0.9, None]]
     assert table.main([str(tmp_path), "--by", "runs", "model.state", "--format", "markdown"]) == 0
@@ -244,8 +244,8 @@ def test_a_score_that_is_called_like_a_deviation_is_another(tmp_path: Path, caps
         with RunDir.open(tmp_path, exp, exp) as run:
             run.scores.append({"step": 1, "reward": float(seed), "reward_std": 5.0})
             run.set_status("done")
-    assert table.main([str(tmp_path), "--format", "json"]) == 0
-    (row,) = json.loads(capsys.readouterr().out)
+    assert table.main([str(tmp_path), "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
     assert (row["reward"], row["reward_std"], row["score.reward_std"]) == (0.5, math.sqrt(0.5), 5.0)
 
 
@@ -256,9 +256,9 @@ def test_means_over_another_key_than_the_seed(tmp_path: Path, capsys: pytest.Cap
                 tmp_path, experiment(1, seed, runs=repeat, trial={"number": repeat}), [(1, seed + repeat / 10)], "done"
             )
     for key, word in (("runs", "config.runs"), ("config.runs", "config.runs")):
-        assert table.main([str(tmp_path), "--seed-key", key, "--by", "seed", "--format", "json"]) == 0
+        assert table.main([str(tmp_path), "--seed-key", key, "--by", "seed", "--json"]) == 0
         captured = capsys.readouterr()
-        assert [(row["seed"], row["runs"], row["val_loss"]) for row in json.loads(captured.out)] == [
+        assert [(row["seed"], row["runs"], row["val_loss"]) for row in json.loads(captured.out)["rows"]] == [
             (1, 3, pytest.approx(1.1)),
             (2, 2, pytest.approx(2.05)),
         ]
@@ -273,7 +273,7 @@ def test_means_over_another_key_than_the_seed(tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--at-step", "1", "--value", "best"], "--at-step uses the value at one step, --value a value over all steps"),
+        (["--at-step", "1", "--value", "best"], "--at-step, --value: "),
         (["--seed-key", "sed"], "--seed-key: unknown key 'sed'. Did you mean 'seed'?"),
     ],
 )

@@ -88,12 +88,12 @@ def test_every_reader_has_the_scores_of_the_inference(
     run = plant(tmp_path / "runs", rows(False), rows(True), best_answer)
     scores = {"em": em, "em_wrong_context": 0, "em_gain": em, "f1": f1, "f1_wrong_context": 0, "f1_gain": f1}
 
-    assert table.main([str(run.parent), "--format", "json"]) == 0
-    (line,) = json.loads(capsys.readouterr().out)
+    assert table.main([str(run.parent), "--json"]) == 0
+    (line,) = json.loads(capsys.readouterr().out)["rows"]
     assert {name: line[f"inference/{name}"] for name in scores} == pytest.approx(scores)
 
     assert rescore.main([str(run), "--json"]) == 0
-    tables = json.loads(capsys.readouterr().out)
+    tables = json.loads(capsys.readouterr().out)["files"]
     right, wrong = (
         tables[str(run / "inference" / "val.jsonl")]["all"],
         tables[str(run / "inference" / "val_wrong_context.jsonl")]["all"],

@@ -93,8 +93,8 @@ STRIDES = ("--by", "model.stride", "--scores", "val_loss")
 
 
 def test_the_table_has_the_truth_in_every_format(runs: Path, capsys: pytest.CaptureFixture[str]):
-    out, err = print_table(capsys, runs, *STRIDES, "--format", "json")
-    result = {row["model.stride"]: row for row in json.loads(out)}
+    out, err = print_table(capsys, runs, *STRIDES, "--json")
+    result = {row["model.stride"]: row for row in json.loads(out)["rows"]}
     assert list(result)[:4] == list(TRUTH)[:4]
     keys = ("val_loss", "val_loss_n", "runs", "step")
     assert {stride: tuple(row[key] for key in keys) for stride, row in result.items()} == {
@@ -148,11 +148,11 @@ def test_a_pivot_has_the_truth(runs: Path, capsys: pytest.CaptureFixture[str]):
 
 def test_a_run_in_two_groups_counts_in_each(runs: Path, capsys: pytest.CaptureFixture[str]):
     for words in (["-e", "g", "h"], ["-e", "h", "g"], []):
-        out, _ = print_table(capsys, runs, *words, "--by", "group", "--scores", "val_loss", "--format", "json")
-        result = {row["group"]: (row["val_loss"], row["val_loss_n"], row["runs"]) for row in json.loads(out)}
+        out, _ = print_table(capsys, runs, *words, "--by", "group", "--scores", "val_loss", "--json")
+        result = {row["group"]: (row["val_loss"], row["val_loss_n"], row["runs"]) for row in json.loads(out)["rows"]}
         assert result == {"g": (pytest.approx(4.0 / 6), 6, 12), "h": (pytest.approx(0.65), 3, 3)}, words
-    out, _ = print_table(capsys, runs, "-e", "g", "h", *STRIDES, "--format", "json")
-    assert {row["model.stride"]: row["runs"] for row in json.loads(out)} == {
+    out, _ = print_table(capsys, runs, "-e", "g", "h", *STRIDES, "--json")
+    assert {row["model.stride"]: row["runs"] for row in json.loads(out)["rows"]} == {
         stride: count for stride, (_, _, _, count, _) in TRUTH.items()
     }
     for word, strides in (("h", {2, 6}), ("g", {1, 2, 3, 4, 5, 7})):

@@ -162,7 +162,7 @@ def _run(program: Program, limits: Limits) -> Result:
             return result
         problem = result
     raise ConfigError(
-        f"bubblewrap is installed, but cannot start a program on this machine: {problem}. "
+        f"bubblewrap: installed, but it cannot start a program on this machine: {problem}. "
         "Allow user, PID and network namespaces: "
         "in a container with `--security-opt seccomp=unconfined`, on Ubuntu with an AppArmor profile for bwrap."
     )

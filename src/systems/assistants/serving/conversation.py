@@ -73,7 +73,7 @@ class Talk(Writer):
             )
         except Exception as error:  # noqa: BLE001  a template can raise anything
             raise DataError(
-                f"the model's chat template rejects the conversation: {str(error).splitlines()[0].rstrip('.')}. "
+                f"chat template: rejects the conversation: {str(error).splitlines()[0].rstrip('.')}. "
                 "Change its messages, or use another model."
             ) from None
         return list(ids["input_ids"])

@@ -129,7 +129,7 @@ def test_a_reset_of_the_optimizer_that_a_start_would_pass_by_is_refused(folder: 
     (checkpoints.folder(run, MIDDLE) / "model.safetensors").write_bytes(b"")
     with pytest.raises(
         RunError,
-        match=f"branch 1 resets the optimizer at step {MIDDLE}, but the checkpoint of that step is damaged or missing",
+        match=f"branch 1: it resets the optimizer at step {MIDDLE}, but the checkpoint of that step is damaged",
     ):
         train(folder, "adamw")
 

@@ -49,8 +49,8 @@ def test_changed_code_is_in_the_log_and_the_table(root: Path, tmp_path: Path, ca
     assert first == second != third
     text = f"resumes with different code than at its last start ({second}, now {third})."
     assert (run / "logs" / "train.log").read_text().count(text) == 1
-    assert table.main([str(tmp_path / "runs"), "--format", "json"]) == 0
-    (row,) = json.loads(capsys.readouterr().out)
+    assert table.main([str(tmp_path / "runs"), "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
     assert row["code_versions"] == 2
     assert table.main([str(tmp_path / "runs"), "--format", "markdown"]) == 0
     assert "| code_versions |" in capsys.readouterr().out

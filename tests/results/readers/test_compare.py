@@ -58,7 +58,7 @@ def add(runs: Path, rate: float, losses: Sequence[float | None], first: int = 0,
 
 
 def report(capsys: pytest.CaptureFixture[str], runs: Path, *words: str) -> dict[str, Any]:
-    assert compare.main([*words, "--runs", str(runs), "--format", "json"]) == 0
+    assert compare.main([*words, "--runs", str(runs), "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 

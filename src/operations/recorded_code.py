@@ -1,0 +1,169 @@
+"""The recorded code of runs: the difference of two, and a copy of the project with the code of a run, to run it again.
+
+`trainval.py --from-run ID` uses it. The code is the commit of the last start and the patch of its uncommitted changes.
+"""
+
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from src.errors import ConfigError, RunError
+from src.files import ROOT, read_bytes, writing
+from src.runs import ledger
+from src.runs.code_version import DIFF_OPTIONS, Git
+from src.runs.environment import code_digest, recorded_processes
+from src.runs.parents import parent_ids
+from src.runs.store import DIFF, SavedRun
+
+FOLDER = "reruns"
+"""Folder next to the save directories: <id>/code is a worktree, <id>/runs the save directories of its runs."""
+_NEWEST = sys.maxsize
+
+log = logging.getLogger(__name__)
+
+
+def difference(one: SavedRun, other: SavedRun, root: Path = ROOT) -> list[str]:
+    """The lines of the patch from the code of one run to that of another.
+
+    Raises:
+        RunError: the code of a run is not recorded, or its commit is not in the repository of `root`.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        git = _open(root, Path(scratch), one)
+        trees = [_tree(git, run) for run in (one, other)]
+        return git("diff", *DIFF_OPTIONS, *trees).decode(errors="replace").splitlines()
+
+
+def rerun(run: SavedRun, data: Path, options: Sequence[str], is_dry: bool, root: Path = ROOT) -> int:
+    """Run the experiment of `run` again with its code, in <runs>/reruns/<id>/runs; returns the exit code.
+
+    data: folder of prepared data sets. options: more arguments of trainval.py. is_dry: only check that it is possible.
+
+    Raises:
+        RunError: see `recreate`; or the run used several machines.
+    """
+    folder = run.path.resolve().parent / FOLDER / run.name
+    processes = recorded_processes(run.env.get("variables", {}))
+    if processes is None:
+        raise RunError(f"{run.path}: ran on several machines. Recreate it with `git worktree`, and start it as it was.")
+    if is_dry:
+        _check(run, root)
+        return 0
+    code = recreate(run, folder / "code", root)
+    runs = folder / "runs"
+    SavedRun(runs / run.name).write_exp(run.exp, run.groups)
+    for parent in _ancestors(run):
+        with writing(runs):
+            if not os.path.lexists(runs / parent.name):
+                (runs / parent.name).symlink_to(parent.path.resolve())
+    start = (
+        [] if processes == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    )
+    places = ["-sb", str(runs), "--data_path", str(data.resolve())]
+    command = [sys.executable, *start, "trainval.py", "--exp_id", run.name, *places, *options]
+    log.info("%s: %s", code, " ".join(command[1:]))
+    return subprocess.run(command, cwd=code, check=False, stdout=sys.stderr).returncode
+
+
+def recreate(run: SavedRun, folder: Path, root: Path = ROOT) -> Path:
+    """A git worktree at `folder` with the code of `run`; returns the folder of the project in it. Reuses it if it is
+    there.
+
+    Raises:
+        RunError: see `_check`; or the folder has other code.
+    """
+    digest = _check(run, root)
+    with tempfile.TemporaryDirectory() as scratch:
+        git = _open(root, Path(scratch), run)
+        inside = os.path.relpath(root.resolve(), git.folder.resolve())
+    if not folder.exists():
+        with writing(folder):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+        _run(git.folder, "worktree", "prune")
+        _run(git.folder, "worktree", "add", "--quiet", "--detach", str(folder), run.env["commit"])
+        if patch := _patch(run):
+            _run(folder, "apply", "--whitespace=nowarn", "-", text=patch)
+    if code_digest.__wrapped__(folder / inside) != digest:  # not the cached one of an earlier call
+        raise RunError(
+            f"{folder}: its code is not that of {run.name[:8]}. Remove it with `git worktree remove --force {folder}`."
+        )
+    return folder / inside
+
+
+def _check(run: SavedRun, root: Path) -> str:
+    """Check that the code of `run` can be recreated from the repository of `root`; returns its digest.
+
+    Raises:
+        RunError: no commit, patch or digest was recorded, or not all changes, or there is no git or no such commit; or
+            several versions of the code trained the run.
+    """
+    digests = dict.fromkeys(ledger.codes_of_starts(run.path, _NEWEST))
+    if not digests:
+        raise RunError(f"{run.path}: no start with code is recorded, so it cannot be repeated. Run it with -e.")
+    if len(digests) > 1:
+        raise RunError(f"{run.path}: {len(digests)} versions of the code trained it. Choose a run with one version.")
+    with tempfile.TemporaryDirectory() as scratch:
+        _tree(_open(root, Path(scratch), run), run)
+    unknown = [each["name"] for each in run.env.get("omitted", []) if each["name"].startswith(("src/", "trainval.py"))]
+    unknown += [each["path"] for each in run.env.get("submodules", [])]
+    if unknown:
+        raise RunError(
+            f"{run.path}: changes of {', '.join(unknown)} were not recorded. Commit them, and run it again with -e."
+        )
+    return next(iter(digests))
+
+
+def _open(root: Path, scratch: Path, run: SavedRun) -> Git:
+    """Git that only reads the repository of `root`. RunError without a repository, or without the commit of `run`."""
+    commit = run.env.get("commit")
+    if not isinstance(commit, str):
+        raise RunError(f"{run.path}: no commit is recorded: the code was in no git repository. Run it with -e.")
+    try:
+        return Git(root, scratch)
+    except (OSError, subprocess.SubprocessError):
+        raise ConfigError(f"{root}: is in no git repository. Run this in a clone of the project.") from None
+
+
+def _tree(git: Git, run: SavedRun) -> str:
+    """The tree object with the code of `run`."""
+    commit, patch = run.env.get("commit"), _patch(run)
+    try:
+        git("read-tree", f"{commit}^{{commit}}")
+    except (OSError, subprocess.SubprocessError):
+        raise RunError(f"{run.path}: commit {commit} is not in {git.folder}. Fetch its branch.") from None
+    try:
+        if patch:
+            git("apply", "--cached", "--whitespace=nowarn", "-", text=patch)
+        return os.fsdecode(git("write-tree")).strip()
+    except (OSError, subprocess.SubprocessError):
+        raise RunError(f"{run.path}: its {DIFF} does not fit commit {commit}. The file was changed.") from None
+
+
+def _patch(run: SavedRun) -> bytes:
+    """The recorded patch; empty for code without changes. RunError if there were changes without a patch."""
+    try:
+        return read_bytes(run.path / "attempts" / f"{run.attempts:03d}" / DIFF)
+    except FileNotFoundError:
+        if run.env.get("dirty") is not False and not run.env.get("omitted"):
+            raise RunError(f"{run.path}: it has no {DIFF}, but its code had changes. Run it with -e.") from None
+        return b""
+
+
+def _ancestors(run: SavedRun) -> list[SavedRun]:
+    names = parent_ids(run.exp)
+    for name in names:  # grows
+        parent = SavedRun(run.path.parent / name)
+        if parent.path.is_dir():
+            names += [each for each in parent_ids(parent.exp) if each not in names]
+    return [SavedRun(run.path.parent / name) for name in names if (run.path.parent / name).is_dir()]
+
+
+def _run(folder: Path, *arguments: str, text: bytes = b"") -> None:
+    done = subprocess.run(["git", "-C", str(folder), *arguments], input=text, capture_output=True, check=False)
+    if done.returncode:
+        message = done.stderr.decode(errors="replace").strip().splitlines()
+        raise RunError(f"{folder}: git {arguments[0]}: {message[-1] if message else done.returncode}. Repair it.")

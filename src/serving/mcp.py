@@ -1,0 +1,370 @@
+"""A server for agents, over standard input and output: `python -m src.serving.mcp [--allow run] [--max-runs N]`.
+
+Its tools are the commands with --json: groups, fields, plan, status, logs, table, compare, diff, lineage and progress;
+with --allow run also start, stop and submit. Nothing is deleted. Each call is a line of <runs>/agent_audit.jsonl, from
+which the limits are counted, also after a restart.
+"""
+
+import argparse
+import importlib
+import json
+import logging
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from src.errors import ConfigError, UserError
+from src.experiments import expressions
+from src.experiments.config import top_level, unknown
+from src.experiments.registry import TABLES
+from src.files import ROOT, writing
+from src.launch import logs
+from src.runs import jsonl_records
+from src.runs.environment import now
+from src.runs.store import RunStore
+from src.support import documents
+from src.support.command_line import make_parser, parse_arguments, require_at_least, run_command
+from src.support.parsing import parse_json
+
+AUDIT = "agent_audit.jsonl"
+LOG_FOLDER = "agent_logs"
+"""Folder next to the save directories with the output of `start` and `submit`."""
+_WAIT_SECONDS, _COMMAND_SECONDS = 30.0, 600.0
+_ID = re.compile(r"[0-9a-f]{3,128}")
+_GROUP = re.compile(r"\w[\w./+-]*(\[\d{1,9}\])?", re.ASCII)
+_NAME = re.compile(r"[A-Za-z_][\w./@-]*", re.ASCII)
+_PATH = re.compile(r"[A-Za-z_]\w*(\.\w+|\[\d+\])*", re.ASCII)
+Json = dict[str, Any]
+
+log = logging.getLogger(__name__)
+
+
+class Agent:
+    """The tools, each a method that returns a JSON document: that of its command, or `error/1`."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.runs, self.data = options.savedir_base.resolve(), options.data_path.resolve()
+        self.can_run = "run" in options.allow
+        self.max_runs, self.max_hours = options.max_runs, options.max_hours
+        with writing(self.runs):
+            self.runs.mkdir(parents=True, exist_ok=True)
+
+    def groups(self) -> Json:
+        """List the groups of experiments."""
+        return self._trainval("--list")
+
+    def experiments(self, group: str) -> Json:
+        """List the experiments of a group: ids, dicts, and what differs between them."""
+        return self._trainval("--list", "-e", known_group(group))
+
+    def fields(self, kind: str, name: str) -> Json:
+        """Types and defaults of the settings of a component. kind: recipe, model, dataset, metric, reward, launcher."""
+        tables = {table.kind: table for table in TABLES}
+        if kind not in tables:
+            raise unknown("kind", kind, tables, "kind")
+        if name not in tables[kind].modules:
+            raise unknown(kind, name, tables[kind].modules, "name")
+        fields = importlib.import_module(tables[kind].modules[name]).Config.model_fields
+        rows = {
+            field: {"type": str(info.annotation), "is_required": info.is_required(), "default": repr(info.default)}
+            for field, info in fields.items()
+        }
+        return {"schema": "agent.fields/1", "fields": rows}
+
+    def plan(self, group: str, changes: Json | None = None, where: str | None = None, memory: bool = False) -> Json:
+        """Check the experiments of a group without running them. changes: values by dotted path, such as
+        {"loop.steps": 20}. where: a condition, such as "seed == 0". memory: estimate GPU memory and hours."""
+        return self._trainval("--dry-run", *selection(group, changes, where), *(["--memory"] if memory else []))
+
+    def start(self, group: str, changes: Json | None = None, where: str | None = None, hours: float = 1.0) -> Json:
+        """Train experiments on this machine, one after another, for at most `hours` together. See their `status`.
+        The same call resumes runs that were stopped."""
+        words = selection(group, changes, where)
+        exp_ids = self._book("start", words, hours)
+        for exp_id in exp_ids:
+            (self.runs / exp_id / "stop").unlink(missing_ok=True)  # of `stop`
+        return self._launch([*words, "--stop_after", str(hours * 3600)], exp_ids, 0.0)
+
+    def submit(self, job_config: str, group: str, changes: Json | None = None, where: str | None = None) -> Json:
+        """Submit experiments to a launcher of job_configs.py."""
+        if job_config not in top_level("job_configs", "JOB_CONFIGS"):
+            raise unknown("job config", job_config, top_level("job_configs", "JOB_CONFIGS"), "job_config")
+        if self.max_hours is not None:
+            raise ConfigError("--max-hours: cannot limit jobs, which launchers restart. Use start, or only --max-runs.")
+        words = selection(group, changes, where)
+        exp_ids = self._book("submit", words, 0.0)
+        return self._launch([*words, "-j", job_config], exp_ids, _WAIT_SECONDS)
+
+    def stop(self, exp_id: str) -> Json:
+        """Stop a run that `start` started: it writes a checkpoint and ends."""
+        self._require_run("stop")
+        started_ids = {name for row in self._starts() for name in row["exp_ids"]}
+        if exp_id not in started_ids:
+            raise ConfigError(
+                f"exp_id: {exp_id!r:.60} was not started here. Name one of {len(started_ids)} complete ids."
+            )
+        with writing(self.runs):
+            (self.runs / exp_id).mkdir(exist_ok=True)
+            (self.runs / exp_id / "stop").touch()
+        return {"schema": "agent.stop/1", "exp_id": exp_id}
+
+    def status(self, group: str, changes: Json | None = None, where: str | None = None) -> Json:
+        """State, step, loss and reason of a failure of each experiment of a group."""
+        return self._trainval("--job_option", "status", *selection(group, changes, where))
+
+    def logs(self, exp_id: str, lines: int = 50) -> Json:
+        """The last lines of the logs of a run."""
+        run = self._run(exp_id)
+        return {"schema": "trainval.logs/1", "lines": logs.last_lines(self.runs, [run], max(1, min(lines, 1000)))}
+
+    def table(
+        self, group: str | None = None, by: list[str] | None = None, scores: list[str] | None = None,
+        where: str | None = None,
+    ) -> Json:  # fmt: skip
+        """Means over seeds, best first. by: dotted keys of the rows. scores: names; default: all."""
+        more = [
+            *(["--by", *map(name_word, by)] if by else []),
+            *(["--scores", *map(name_word, scores)] if scores else []),
+        ]
+        return self._results("table", [], group, where, more)
+
+    def diff(self, a: str, b: str) -> Json:
+        """What differs between two runs: dict, code, environment, data, scores."""
+        return self._results("diff", [self._run(a), self._run(b)])
+
+    def lineage(self, group: str | None = None, exp_id: str | None = None) -> Json:
+        """Parents and children of experiments."""
+        return self._results("lineage", [] if exp_id is None else [self._run(exp_id)], group)
+
+    def compare(self, base: str, candidates: list[str]) -> Json:
+        """Compare candidates with a base, paired by seed: difference, interval and verdict. Each is a group."""
+        return self._results("compare", map(group_word, [base, *candidates]))
+
+    def progress(self, group: str) -> Json:
+        """The runs of a group in order of time, with the best so far."""
+        return self._results("progress", [], group)
+
+    def _run(self, prefix: str) -> str:
+        """The id that starts with `prefix`."""
+        names = RunStore(self.runs).ids(prefix) if _ID.fullmatch(prefix) else []
+        if len(names) != 1:
+            raise ConfigError(f"exp_id: {len(names)} runs have an id that starts with {prefix!r:.60}. Name one.")
+        return names[0]
+
+    def _results(
+        self, name: str, words: Iterable[str], group: str | None = None, where: str | None = None,
+        more: Sequence[str] = (),
+    ) -> Json:  # fmt: skip
+        groups = [] if group is None else ["-e", group_word(group)]
+        return _run_json(["-m", f"results.{name}", *words, "-r", str(self.runs), *groups, *condition(where), *more])
+
+    def _trainval(self, *words: str) -> Json:
+        return _run_json(["trainval.py", *words, *self._places])
+
+    @property
+    def _places(self) -> list[str]:
+        return ["-sb", str(self.runs), "--data_path", str(self.data)]
+
+    def _require_run(self, tool: str) -> None:
+        if not self.can_run:
+            raise ConfigError(f"{tool}: this server only reads. Start it with --allow run.")
+
+    def _starts(self) -> list[Json]:
+        path = self.runs / AUDIT
+        return [row for row in jsonl_records.rows(path) if row.get("event") == "booked"] if path.exists() else []
+
+    def _book(self, tool: str, words: Sequence[str], hours: float) -> list[str]:
+        """Check the plan and the limits, and count the runs against them; returns the ids to run."""
+        self._require_run(tool)
+        if not 0 <= hours <= 24 * 365:
+            raise ConfigError(f"hours: expected a number above 0, got {hours:g}.")
+        plan = self._trainval("--dry-run", *words)
+        if plan["error"]:
+            raise ConfigError("\n".join(": ".join(filter(None, [e["where"], e["found"]])) for e in _errors(plan)))
+        exp_ids = [row["exp_id"] for row in plan["experiments"] if row["state"] != "done"]
+        with jsonl_records.open_locked(self.runs / AUDIT) as records:
+            rows = self._starts()
+            runs = sum(len(row["exp_ids"]) for row in rows) + len(exp_ids)
+            if self.max_runs is not None and runs > self.max_runs:
+                raise ConfigError(f"--max-runs {self.max_runs}: this would be run {runs}. Ask a person for more.")
+            used_hours = sum(map(self._used_hours, rows))
+            if self.max_hours is not None and used_hours + hours > self.max_hours:
+                rest = max(0.0, self.max_hours - used_hours)
+                raise ConfigError(
+                    f"--max-hours {self.max_hours:g}: {rest:.3g} hours are left. Set `hours` to at most that."
+                )
+            records.append({"event": "booked", "when": now(), "tool": tool, "exp_ids": exp_ids, "hours": hours})
+        return exp_ids
+
+    def _used_hours(self, row: Json) -> float:
+        """The hours of a start: until the last of its runs ended, and all booked hours if one has not."""
+        begin = datetime.fromisoformat(row["when"]).timestamp()
+        ends = [begin]
+        for run in (RunStore(self.runs)[exp_id] for exp_id in row["exp_ids"]):
+            if run.state_or_damage not in ("done", "failed", "stopped"):
+                return float(row["hours"])
+            ends.append(datetime.fromisoformat(run.status["updated"]).timestamp())
+        if max(ends) <= begin and row["exp_ids"]:
+            return float(row["hours"])  # not started yet: the states are those of an earlier start
+        return min(float(row["hours"]), (max(ends) - begin) / 3600)
+
+    def _launch(self, words: Sequence[str], exp_ids: Sequence[str], wait_seconds: float) -> Json:
+        """Run trainval.py in a session of its own, so that it outlives this server."""
+        folder = self.runs / LOG_FOLDER
+        path = folder / f"{time.time_ns()}.log"
+        with writing(path):
+            folder.mkdir(exist_ok=True)
+            with open(path, "wb") as file:
+                process = subprocess.Popen(
+                    [sys.executable, "trainval.py", *words, *self._places, "--json"],
+                    cwd=ROOT,
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=file,
+                    start_new_session=True,
+                )
+        try:
+            code = process.wait(wait_seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+        return {"schema": "agent.start/1", "exp_ids": list(exp_ids), "log": str(path), "exit_code": code}
+
+
+def known_group(name: str) -> str:
+    """`name` if it is a group of exp_configs.py, or an experiment GROUP[3]."""
+    groups = top_level("exp_configs", "EXP_GROUPS")
+    if group_word(name).partition("[")[0] not in groups:
+        raise unknown("group", name, groups, "group")
+    return name
+
+
+def group_word(name: str) -> str:
+    """`name` if it can be a group, and is no option or path."""
+    if not _GROUP.fullmatch(name) or ".." in name:
+        raise ConfigError(f"group: expected the name of a group, got {name!r:.60}.")
+    return name
+
+
+def name_word(name: str) -> str:
+    """`name` if it can be a score or a dotted key, and is no option."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"name: expected a score or a dotted key, got {name!r:.60}.")
+    return name
+
+
+def condition(where: str | None) -> list[str]:
+    """--where with a condition that the parser of conditions accepts."""
+    if where is None:
+        return []
+    expressions.compile(where, "where")
+    return [f"--where={where}"]
+
+
+def selection(group: str, changes: Mapping[str, Any] | None, where: str | None) -> list[str]:
+    """The arguments that select experiments.
+
+    Raises:
+        ConfigError: an unknown group, a malformed path or condition, or a value that can read files or run programs.
+    """
+    words = ["-e", known_group(group), *condition(where)]
+    for path, value in (changes or {}).items():
+        if not _PATH.fullmatch(path):
+            raise ConfigError(f"changes: expected a dotted path such as loop.steps, got {path!r:.60}.")
+        _refuse_places(path, value)
+        words += ["--set", f"{path}={json.dumps(value)}"]
+    return words
+
+
+def _refuse_places(path: str, value: Any) -> None:
+    """Refuse paths outside the project, addresses and commands, wherever they are in a value."""
+    for each in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        _refuse_places(f"{path}.{each[0]}", each[1])
+    if isinstance(value, str) and re.search(r"^\s*[/~\\]|(^|[/\\])\.\.([/\\]|$)|://|pipe:", value):
+        raise ConfigError(
+            f"changes: {path}: {value!r:.60} names a place outside the data folder. Ask a person to add it."
+        )
+
+
+def _errors(document: Json) -> list[Json]:
+    return [document["error"], *document["more_errors"]]
+
+
+def _run_json(words: Sequence[str]) -> Json:
+    """The document of a command."""
+    done = subprocess.run(
+        [sys.executable, *words, documents.OPTION],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=_COMMAND_SECONDS,
+        check=False,
+    )
+    if not done.stdout:
+        raise ConfigError(f"{' '.join(words[:2])}: {done.stderr.decode(errors='replace')[-500:]}")
+    return parse_json(done.stdout, " ".join(words[:2]), ConfigError)
+
+
+def write_audit(agent: Agent, tool: Callable[..., Json]) -> Callable[..., Json]:
+    """`tool` with a line in the audit log before and after each call. Errors are documents."""
+
+    def record(event: str, **facts: Any) -> None:
+        with jsonl_records.open_locked(agent.runs / AUDIT) as records:
+            records.append({"event": event, "when": now(), "tool": tool.__name__, **facts})
+
+    @wraps(tool)
+    def call(**arguments: Any) -> Json:
+        record("call", arguments=arguments)
+        try:
+            document = tool(**arguments)
+        except UserError as error:
+            first, *more = documents.mistakes(type(error).__name__, str(error))
+            document = {"schema": "error/1", "error": first, "more_errors": more, "warnings": []}
+        record("result", schema=document["schema"], error=document.get("error"))
+        return document
+
+    return call
+
+
+TOOLS = (
+    *("groups", "experiments", "fields", "plan", "start", "submit", "stop", "status", "logs"),
+    *("table", "diff", "lineage", "compare", "progress"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until standard input is closed. Returns the exit code."""
+    parser = make_parser("src.serving.mcp", __doc__)
+    add = parser.add_argument
+    add("-sb", "--savedir_base", type=Path, default=ROOT / "results" / "runs", metavar="DIR", help="save directories")
+    add("--data_path", type=Path, default=ROOT / "results" / "data", metavar="DIR", help="prepared data sets")
+    add(
+        "--allow", nargs="+", choices=("run",), default=[], help="run: also start, stop and submit (default: only read)"
+    )
+    add("--max-runs", type=int, metavar="N", help="of all starts in the audit log (default: any number)")
+    add("--max-hours", type=float, metavar="H", help="of all starts in the audit log (default: any number)")
+    options = parse_arguments(parser, argv)
+    return run_command(lambda: _serve(options), logging.WARNING)
+
+
+def _serve(options: argparse.Namespace) -> int:
+    require_at_least(0, **{"max-runs": options.max_runs, "max-hours": options.max_hours})
+    try:
+        from mcp.server import MCPServer
+    except ModuleNotFoundError:
+        raise ConfigError("mcp: this package is not installed. Run: pip install -r requirements/mcp.txt") from None
+    agent = Agent(options)
+    server = MCPServer("trainval", instructions="Experiments: plan, run and compare. Read docs/agents.md first.")
+    for name in TOOLS:
+        server.add_tool(write_audit(agent, getattr(agent, name)), name, structured_output=False)
+    server.run("stdio")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,253 @@
+"""JSON documents of commands: with --json, standard output has exactly one, and all text goes to standard error."""
+
+import argparse
+import contextlib
+import dataclasses
+import io
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TextIO, TypedDict
+
+OPTION = "--json"
+EXIT_CODES = {
+    0: "done",
+    1: "an error that the user can fix, or a failed experiment; `error` says which",
+    2: "unknown or missing command-line arguments",
+    75: "stopped with a checkpoint, by a signal or a limit: try again, the same command resumes",
+    130: "interrupted by Ctrl-C or a file `stop`: nothing restarts it",
+    141: "the reader of the output closed the pipe, as `| head` does",
+}
+"""Exit codes of all commands."""
+_USAGE = re.compile(r"(?:argument (.+?): )?(.*)", re.DOTALL)
+_ADVICE = re.compile(r"(?<=[^.])\.\s+(?=\S)")
+
+
+Mistake = TypedDict(  # noqa: UP013  in a class, "found" would be a name
+    "Mistake", {"kind": str, "where": str | None, "found": str, "advice": str | None}
+)
+"""An error that the user can fix. kind: class of the error, or `UsageError`. where: file and line, dotted path, option
+or experiment. advice: None if it follows from `found`, such as "expected at least 1, got 0"."""
+
+
+class Document(TypedDict):
+    """Members of every document, in addition to `schema`."""
+
+    error: Mistake | None
+    """Why the exit code is not 0."""
+    more_errors: list[Mistake]
+    """Further errors of the same check."""
+    warnings: list[str]
+    """Lines that the command also prints to standard error."""
+
+
+class Failure(Document):
+    """Printed instead of the document of a command that fails. The exit code is the same as without --json."""
+
+    schema: Literal["error/1"]
+
+
+class File(Document):
+    """The result of a command that writes a file."""
+
+    schema: Literal["file/1"]
+    path: str
+
+
+class Steps(Document):
+    """The result of a command of data_prep."""
+
+    schema: Literal["data_prep/1"]
+    command: str
+    steps: list[dict[str, Any]]
+    """One for each thing that was made or counted. `folder` or `file` is a path; `made` is false if it was complete."""
+
+
+class Address(Document):
+    """Printed by a command that serves a page, once it can be opened."""
+
+    schema: Literal["address/1"]
+    url: str
+
+
+class Groups(Document):
+    """`--list`."""
+
+    schema: Literal["trainval.groups/1"]
+    groups: list[dict[str, Any]]
+    """`group`, the number of `experiments`, and `about`: recipe, model and data."""
+
+
+class Experiments(Document):
+    """`--list` with `-e` or `--exp_id`."""
+
+    schema: Literal["trainval.experiments/1"]
+    experiments: list[dict[str, Any]]
+    """`exp_id`, `where` (`group[3]`), `differs` (settings that differ within the group) and the dict `exp`."""
+
+
+class Plan(Document):
+    """`--dry-run`."""
+
+    schema: Literal["trainval.plan/1"]
+    experiments: list[dict[str, Any]]
+    """`exp_id`, `where`, `state`, `can_run`, and `steps` if `loop.budget` sets them."""
+    done: int
+    to_run: int
+    cannot_run: int
+    memory: list[dict[str, Any]]
+    """With `--memory`, for experiments with one plan: `where`, number of `parameters` and of `trained` ones, FLOP of a
+    step (`operations`), `tokens_per_second`, `hours`, and `bytes` of a GPU with their `total`."""
+
+
+class Jobs(Document):
+    """A submission with `-j`, and `--job_option kill` and `throttle`."""
+
+    schema: Literal["trainval.jobs/1"]
+    action: str
+    jobs: list[dict[str, str]]
+    """`exp_id` and `job_id` of the jobs that were submitted, killed or throttled."""
+    skipped: list[str]
+    """Ids of the other selected experiments. Standard error has the reasons."""
+
+
+class Status(Document):
+    """`--job_option status`; with `--watch` one document after another."""
+
+    schema: Literal["trainval.status/1"]
+    experiments: list[dict[str, Any]]
+    """The fields of `Row` (`src/launch/status.py`), and `differs`."""
+
+
+class Logs(Document):
+    """`--job_option logs`, which does not wait for new lines with --json."""
+
+    schema: Literal["trainval.logs/1"]
+    lines: dict[str, list[str]]
+    """{id: the last lines of its logs}."""
+
+
+class Training(Document):
+    """A training here, without `-j`, at its end."""
+
+    schema: Literal["trainval.training/1"]
+    experiments: list[dict[str, str]]
+    """`exp_id`, `where` and `state`: done or failed."""
+
+
+_output: TextIO | None = None
+_steps: list[dict[str, Any]] = []
+_warnings: list[str] = []
+
+
+@contextlib.contextmanager
+def scope() -> Iterator[None]:
+    """A command: the effects of `start` and `report` end with the block."""
+    global _output, _steps, _warnings
+    before = _output, _steps, _warnings, sys.stdout
+    _steps, _warnings = [], []
+    try:
+        yield
+    finally:
+        _output, _steps, _warnings, sys.stdout = before
+
+
+def is_json() -> bool:
+    """Whether this command prints a document."""
+    return _output is not None
+
+
+def add_option(parser: argparse.ArgumentParser) -> None:
+    """Add --json."""
+    parser.add_argument(OPTION, action="store_true", help="print one JSON document, for programs")
+
+
+@contextlib.contextmanager
+def parsing(words: Sequence[str]) -> Iterator[None]:
+    """A block that parses `words`. With --json, all that is printed from now on goes to standard error, and wrong
+    arguments are printed as a `Failure`, too."""
+    global _output
+    if OPTION not in words:
+        yield
+        return
+    if _output is None:
+        _output, sys.stdout = sys.stdout, sys.stderr
+    with contextlib.redirect_stderr(io.StringIO()) as text:
+        try:
+            yield
+        except SystemExit as stop:
+            sys.stdout.write(text.getvalue())
+            if stop.code:
+                match = _USAGE.fullmatch(text.getvalue().rstrip().rpartition(": error: ")[2])
+                where, problem = match.groups() if match else (None, "")
+                error = Mistake(kind="UsageError", where=where, found=problem, advice=None)
+                show("error/1", {}, lambda: None, [error])
+            raise
+
+
+def show(schema: str, content: Mapping[str, Any], write: Callable[[], object], errors: Sequence[Mistake] = ()) -> None:
+    """Print the document with --json; else call `write`, which prints the same as text."""
+    if _output is None:
+        write()
+    else:
+        _output.write(dump(schema, content, errors))
+        _output.flush()
+
+
+def warn(lines: Iterable[str]) -> None:
+    """Print lines to standard error. The document has them as `warnings`."""
+    for line in lines:
+        sys.stderr.write(f"{line}\n")
+        _warnings.append(line)
+
+
+def report(text: str, /, **facts: Any) -> None:
+    """Print a line. The document of `show_steps` has its facts."""
+    sys.stdout.write(f"{text}\n")
+    if facts:
+        _steps.append(facts)
+
+
+def show_steps(command: str) -> None:
+    """Print the facts of all `report`s of this command as a `Steps` document."""
+    show("data_prep/1", {"command": command, "steps": _steps}, lambda: None)
+
+
+def show_error(kind: str, message: str) -> None:
+    """With --json, print a `Failure`."""
+    show("error/1", {}, lambda: None, mistakes(kind, message))
+
+
+def mistakes(kind: str, message: str) -> list[Mistake]:
+    """The parts of each line of an error, "where: found. advice."; `where` and `advice` can be missing."""
+    return [_split(kind, line) for line in message.splitlines() or [""]]
+
+
+def _split(kind: str, line: str) -> Mistake:
+    where, colon, rest = line.partition(": ")
+    if not colon or _ADVICE.search(where):
+        where, rest = "", line
+    problem, *advice = _ADVICE.split(rest, maxsplit=1)
+    return Mistake(kind=kind, where=where or None, found=problem.rstrip("."), advice=advice[0] if advice else None)
+
+
+def dump(schema: str, content: Mapping[str, Any], errors: Sequence[Mistake] = ()) -> str:
+    """A document as JSON, with paths as text; numbers that are not finite are null."""
+    error, *more_errors = errors or [None]
+    rest = {"error": error, "more_errors": more_errors, "warnings": _warnings}
+    return json.dumps(_plain({"schema": schema, **content, **rest}), indent=4, allow_nan=False) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = dataclasses.asdict(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [_plain(each) for each in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return str(value) if isinstance(value, Path) else value
