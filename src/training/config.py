@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, PositiveInt, model_validator
 
 from src.errors import ConfigError
-from src.experiments.config import Config, Places, unknown_text
+from src.experiments.config import Config, Places, added_field, unknown_text
 from src.experiments.interfaces import ModelConfig
 from src.support import distributed
 from src.training.divergence.detector import Config as Divergence
@@ -46,16 +46,22 @@ class LoopConfig(Config):
     learning_rate: float = Field(gt=0)
     """Peak learning rate."""
     schedule: Literal[
-        "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
+        *("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"),
+        *("inverse_sqrt", "wsd"),
     ] = "linear"
-    """Learning rate schedule, named as in transformers."""
+    """Learning rate schedule, named as in transformers; wsd is its warmup_stable_decay."""
+    decay_rate: float = added_field(0.0, ge=0, le=1)
+    """Share of `steps` at the end with falling learning rate, for schedule wsd. Between warm-up and decay the learning
+    rate is constant."""
+    decay_shape: Literal["linear", "cosine", "sqrt"] = added_field("linear")
+    """Shape of the decay of schedule wsd: after a share x of it, 1 - x, half a cosine, or 1 - sqrt(x)."""
     warmup_rate: float = Field(default=0.0, ge=0, lt=1)
     """Share of `steps` with rising learning rate."""
     warmup_start: float = Field(default=0.0, ge=0, le=1)
     """Share of `learning_rate` at the start of the warm-up. T5's schedule, 1/sqrt(max(step, warm-up)), is inverse_sqrt
     with warmup_start 1."""
     final_rate: float = Field(default=0.0, ge=0, le=1)
-    """Final share of `learning_rate` of the schedules linear and cosine."""
+    """Final share of `learning_rate` of the schedules linear, cosine and wsd."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Applied to matrices, not to biases and norms."""
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
@@ -113,8 +119,30 @@ class LoopConfig(Config):
             )
         if self.warmup_start and not round(self.warmup_rate * self.steps):
             raise ValueError("warmup_start: there is no warm-up. Set warmup_rate, or remove warmup_start.")
-        if self.final_rate and self.schedule not in ("linear", "cosine"):
-            raise ValueError(f"final_rate: only for schedules 'linear' and 'cosine', got {self.schedule!r}. Remove it.")
+        if self.final_rate and self.schedule not in ("linear", "cosine", "wsd"):
+            raise ValueError(
+                f"final_rate: only for schedules 'linear', 'cosine' and 'wsd', got {self.schedule!r}. Remove it."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _decays_within_the_steps(self) -> "LoopConfig":
+        if self.schedule != "wsd":
+            if self.decay_rate or self.decay_shape != "linear":
+                name = "decay_rate" if self.decay_rate else "decay_shape"
+                raise ValueError(f"{name}: only for schedule 'wsd', got {self.schedule!r}. Remove it.")
+            return self
+        warmup, decay = (round(rate * self.steps) for rate in (self.warmup_rate, self.decay_rate))
+        if not decay:
+            raise ValueError(
+                f"decay_rate: schedule 'wsd' needs at least one of {self.steps} steps to decay, got "
+                f"{self.decay_rate:g}. Set it, or use 'constant_with_warmup'."
+            )
+        if warmup + decay > self.steps:
+            raise ValueError(
+                f"decay_rate: {warmup} steps of warm-up and {decay} of decay are more than the {self.steps} steps. "
+                "Lower decay_rate or warmup_rate."
+            )
         return self
 
     @model_validator(mode="after")
