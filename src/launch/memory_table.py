@@ -12,7 +12,10 @@ from src.support.command_line import aligned_lines
 
 PARTS = ("weights", "gradients", "optimizer", "copies", "activations", "logits")
 """Keys of `parts` in a memory plan."""
-LOOP_SETTINGS = ("steps", "sequences_per_step", "micro_batch", "optimizer", "label_smoothing", "z_loss", "precision")
+LOOP_SETTINGS = (
+    *("steps", "sequences_per_step", "micro_batch", "optimizer", "label_smoothing", "z_loss", "precision"),
+    *("groups", "layerwise_decay"),
+)
 """Settings of the loop that a memory plan depends on."""
 
 
@@ -28,16 +31,19 @@ def plan_all(
     training_items = [item for item in items if item.exp.get("loop")]
     for item in training_items or items:
         groups.setdefault(_key(item), []).append(item)
-    rows, mistakes = [], list[str]()
+    rows, mistakes, group_rows = [], list[str](), []
     logging.getLogger("src").setLevel(logging.WARNING)  # log messages of model building are for trainings
     for group in groups.values():
         recipe: Any = group[0].recipe
         try:
             more = f" and {len(group) - 1} more" if len(group) > 1 else ""
-            rows.append([group[0].where + more, *_cells(recipe.plan_memory(places, **machines))])
+            plan = recipe.plan_memory(places, **machines)
+            rows.append([group[0].where + more, *_cells(plan)])
+            group_rows += [[group[0].where + more, label, f"{size:,}"] for label, size in plan.groups.items()]
         except UserError as error:
             mistakes += [f"{group[0].where}: {line}" for line in str(error).splitlines()]
-    return _table(rows, machines) if rows else [], mistakes
+    group_lines = aligned_lines([["experiment", "parameter group", "parameters"], *group_rows]) if group_rows else []
+    return [*(_table(rows, machines) if rows else []), *group_lines], mistakes
 
 
 def _key(item: PlannedExperiment) -> str:

@@ -15,7 +15,7 @@ from src.errors import ConfigError
 from src.experiments.config import load
 from src.training.config import LoopConfig
 from src.training.loss import causal_lm_loss, cross_entropy
-from src.training.optim.optimizers import adamw, build_optimizer
+from src.training.optim.optimizers import build_optimizer
 from src.training.optim.schedule import learning_rate
 from tests.conftest import ROOT
 
@@ -186,7 +186,7 @@ def test_every_process_needs_a_micro_batch(monkeypatch: pytest.MonkeyPatch):
 def test_only_a_lone_process_on_a_cpu_takes_the_fused_kernel(monkeypatch: pytest.MonkeyPatch):
     """By the device where the weights will be: they are still on the CPU when the optimizer is built for a GPU."""
     model, cpu = nn.Linear(2, 2), torch.device("cpu")
-    assert all(group["fused"] for group in adamw(model, loop(), cpu).param_groups)
-    assert not any(group["fused"] for group in adamw(model, loop(), torch.device("cuda")).param_groups)
+    assert all(group["fused"] for group in build_optimizer(model, loop(), cpu).param_groups)
+    assert not any(group["fused"] for group in build_optimizer(model, loop(), torch.device("cuda")).param_groups)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert not any(group["fused"] for group in adamw(model, loop(), cpu).param_groups)
+    assert not any(group["fused"] for group in build_optimizer(model, loop(), cpu).param_groups)

@@ -23,6 +23,7 @@ from src.experiments.registry import MODELS, bind
 from src.files import write_json
 from src.runs.context import Options
 from src.training.monitoring import flops
+from src.training.optim import parameter_groups
 from src.training.parallel import choice, memory, memory_plan
 from src.training.parallel.live_storages import FakeStorages
 from src.training.parallel.memory_plan import pass_peak, vocabulary
@@ -168,8 +169,7 @@ def test_the_plan_equals_the_memory_of_a_step(case: str, places: Places):
     torch.manual_seed(0)
     model = recipe.model.build(places)
     batch = longest_batch(recipe.data, recipe.micro_batch, model.config)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    state = memory_plan.optimizer_bytes(trained, recipe.loop.optimizer)
+    state = memory_plan.optimizer_bytes(parameter_groups.split(model, recipe.loop))
     peak = measure_peak(model, loss, batch, recipe, recompute)
     with torch.device("meta"):
         on_paper = recipe.model.build(replace(places, on_paper=True))
