@@ -116,24 +116,24 @@ def main() -> None:
                 )
                 curves.setdefault((optimizer, rate), []).append(curve)
     finals = {key: [curve.losses[-1] for curve in each] for key, each in curves.items()}
-    tuned = min((key for key in curves if key[0] == "adamw"), key=lambda key: statistics.mean(finals[key]))
-    target = args.target if args.target is not None else max(finals[tuned])
-    reached = {key: [curve.reach(target) for curve in each] for key, each in curves.items()}
+    tuned_key = min((key for key in curves if key[0] == "adamw"), key=lambda key: statistics.mean(finals[key]))
+    target = args.target if args.target is not None else max(finals[tuned_key])
+    times_to_target = {key: [curve.reach(target) for curve in each] for key, each in curves.items()}
     best = {
         optimizer: min(
             (key for key in curves if key[0] == optimizer),
-            key=lambda key: statistics.mean(steps for steps, _ in reached[key]),
+            key=lambda key: statistics.mean(steps for steps, _ in times_to_target[key]),
         )
         for optimizer in OPTIMIZERS
     }
     table = [["optimizer", "rate", "final loss", f"steps to {target:.4f}", "seconds", "best"]]
     for key in sorted(curves):
-        steps, seconds = zip(*reached[key], strict=True)
+        steps, seconds = zip(*times_to_target[key], strict=True)
         mark = "*" if key in best.values() else ""
         table.append([key[0], f"{key[1]:g}", spell(finals[key]), spell(steps), spell(seconds), mark])
     print("\n".join(aligned_lines(table)))
     for i, unit in enumerate(("steps", "seconds")):
-        pairs = zip(reached[best["muon"]], reached[best["adamw"]], strict=True)
+        pairs = zip(times_to_target[best["muon"]], times_to_target[best["adamw"]], strict=True)
         ratios = [ours[i] / other[i] if math.isfinite(other[i]) else math.nan for ours, other in pairs]
         print(f"{unit}, Muon / AdamW at their best rates, by seed: {spell(ratios)}")
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from src.support import distributed
 from src.training.monitoring import tensor_statistics
+from src.training.optim.optimizers import NAMES
 
 GRADIENT, WEIGHT, UPDATE = "hp_grad", "hp", "effective_update"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -71,12 +72,11 @@ def gather_sums(tensor_sums: list[TensorSums], model: nn.Module) -> list[TensorS
 
 
 def learning_rates(model: nn.Module, optimizer: Any) -> dict[str, float]:
-    """Learning rate of the last step, by parameter. The flat groups of ZeRO have one rate."""
-    rates = {id(parameter): group["lr"] for group in optimizer.param_groups for parameter in group["params"]}
-    return {
-        name: rates.get(id(parameter), optimizer.param_groups[0]["lr"])
-        for name, parameter in _trainable_parameters(model)
-    }
+    """Learning rate of the last step, by parameter."""
+    # By name, as ZeRO has flat copies of parameters in its groups.
+    rates = {name: group["lr"] for group in optimizer.param_groups for name in group.get(NAMES, ())}
+    default = optimizer.param_groups[0]["lr"]
+    return {name: rates.get(name, default) for name, _ in _trainable_parameters(model)}
 
 
 def update_rates(tensor_sums: list[TensorSums], rates_by_name: Mapping[str, float]) -> dict[str, float | None]:

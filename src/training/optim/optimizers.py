@@ -14,8 +14,8 @@ from src.training.optim.parameter_groups import split
 if TYPE_CHECKING:
     from transformers.optimization import Adafactor
 
-RATE_FACTOR, LABEL = "rate_factor", "label"
-"""Keys of parameter groups: `Settings.rate_factor` and `Settings.label`."""
+RATE_FACTOR, LABEL, NAMES = "rate_factor", "label", "names"
+"""Keys of parameter groups: `Settings.rate_factor`, `Settings.label` and the names of the parameters."""
 
 
 def build_optimizer(model: nn.Module, config: LoopConfig, device: torch.device) -> torch.optim.Optimizer:
@@ -36,6 +36,7 @@ def build_optimizer(model: nn.Module, config: LoopConfig, device: torch.device) 
                 "lr": config.learning_rate * settings.rate_factor,
                 RATE_FACTOR: settings.rate_factor,
                 LABEL: settings.label,
+                NAMES: list(group.parameters),
             }
         )
     optimizers = [_BUILDERS[name](groups, config, device) for name, groups in by_optimizer.items()]

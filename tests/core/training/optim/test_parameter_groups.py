@@ -18,11 +18,10 @@ from transformers import (
 )
 
 from src.errors import ConfigError
-from src.experiments.config import Places, load
-from src.experiments.grid import override
-from src.experiments.interfaces import load_experiment
+from src.experiments.config import load
 from src.runs.jsonl_records import rows
 from src.training.config import LoopConfig
+from src.training.monitoring import parameter_statistics
 from src.training.optim.optimizers import build_optimizer, learning_rates, set_learning_rate
 from src.training.optim.parameter_groups import hidden_matrices, layer_numbers, split
 from tests import toy
@@ -85,9 +84,9 @@ def test_without_settings_there_are_matrices_and_vectors():
     ],
 )
 def test_a_group_without_parameters_is_refused_before_the_first_step(changes: Any, path: str, value: str):
-    with pytest.raises(ConfigError, match=rf"^{re.escape(path)}: .*{value}") as caught:
+    with pytest.raises(ConfigError, match=rf"^{re.escape(path)}: .*{value}") as error:
         build_optimizer(Curve(), loop(**changes), CPU)
-    assert caught.value.everywhere
+    assert error.value.everywhere
 
 
 @pytest.mark.parametrize(
@@ -197,29 +196,17 @@ def test_rates_of_groups_have_names():
     }
 
 
+def test_statistics_use_the_rate_of_the_parameter():
+    model = Curve()
+    its = build_optimizer(model, loop(groups=[{"match": "line", "learning_rate": 0.3}]), CPU)
+    assert parameter_statistics.learning_rates(model, its) == pytest.approx(
+        {"table.weight": 0.1, "line.weight": 0.3, "line.bias": 0.3, "layers.0.0.weight": 0.1}
+    )
+
+
 def test_rates_of_groups_are_score_columns(tmp_path: Path):
     toy.write_data(tmp_path / "data")
     train(tmp_path, "muon")
     rates = [(row["learning_rate"], row["learning_rate/muon"]) for row in rows(place(tmp_path) / "scores.jsonl")]
     assert rates[-1][1] > 0
     assert [its for _, its in rates] == pytest.approx([2 * rate for rate, _ in rates])
-
-
-def test_a_dry_run_with_memory_counts_groups_and_refuses_empty_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    toy.write_data(tmp_path / "data")
-    patterns = {"good": "wte", "empty": "wtee"}
-    groups = {
-        name: [override(toy.BASE, {"loop.groups": [{"match": pattern, "learning_rate": 0.1}]})]
-        for name, pattern in patterns.items()
-    }
-    assert toy.main(["-e", "good", "empty", "--dry-run", "--memory"], groups, tmp_path) == 1
-    out, err = capsys.readouterr()
-    recipe: Any = load_experiment(toy.BASE, "")
-    model = recipe.model.build(Places(tmp_path / "data", tmp_path / "runs"))
-    embeddings = model.get_input_embeddings().weight.numel()
-    others = sum(part.numel() for part in model.parameters()) - embeddings
-    lines = [re.split(r"  +", line) for line in out.splitlines()]
-    assert ["good[0]", "group0 (adamw)", f"{embeddings:,}"] in lines
-    assert ["good[0]", "rest (adamw)", f"{others:,}"] in lines
-    assert "empty[0]: loop.groups[0].match: 'wtee'" in err
-    assert "good[0]: loop" not in err
