@@ -128,7 +128,7 @@ def bare(work: Work) -> None:
     """Nothing but the model, AdamW, clipping and the learning rate."""
     loop = work.config.loop
     model = DistributedDataParallel(work.model) if distributed.world_size() > 1 else work.model
-    optimizer, rate = optimizers.adamw(model, loop, torch.device("cpu")), schedule.learning_rate(loop)
+    optimizer, rate = optimizers.build_optimizer(model, loop, torch.device("cpu")), schedule.learning_rate(loop)
     model.train()
     order = order_of(work.train, work.config.seed, loop.sequences_per_step, loop.steps)
     steps = loader.StepLoader(work.train, order, loop, torch.device("cpu")).steps(State())

@@ -13,14 +13,8 @@ from src.support.command_line import aligned_lines
 PARTS = ("weights", "gradients", "optimizer", "copies", "activations", "logits")
 """Keys of `parts` in a memory plan."""
 LOOP_SETTINGS = (
-    "steps",
-    "budget",
-    "sequences_per_step",
-    "micro_batch",
-    "optimizer",
-    "label_smoothing",
-    "z_loss",
-    "precision",
+    *("steps", "budget", "sequences_per_step", "micro_batch", "optimizer", "label_smoothing", "z_loss", "precision"),
+    *("groups", "layerwise_decay"),
 )
 """Settings of the loop that a memory plan depends on."""
 
@@ -52,7 +46,12 @@ def to_dicts(plans: Sequence[tuple[str, Any]]) -> list[dict[str, Any]]:
     """The numbers of `table`."""
     names = ("parameters", "trained", "operations", "tokens_per_second", "hours")
     return [
-        {"where": where, **{name: getattr(plan, name) for name in names}, "bytes": {**plan.parts, "total": plan.total}}
+        {
+            "where": where,
+            **{name: getattr(plan, name) for name in names},
+            "bytes": {**plan.parts, "total": plan.total},
+            "groups": plan.groups,
+        }
         for where, plan in plans
     ]
 
@@ -97,9 +96,11 @@ def table(plans: Sequence[tuple[str, Any]], machines: Mapping[str, Any]) -> list
         f", {machines['gradient_checkpointing']} gradient checkpointing" if machines["gradient_checkpointing"] else ""
     )
     head = ["experiment", "parameters", "trained", *PARTS, "GiB", "TFLOP", "tokens/s", "hours"]
+    groups = [[where, label, f"{size:,}"] for where, plan in plans for label, size in plan.groups.items()]
     return [
         (f"{kind}{checkpointing}. Parameters in millions; GiB per GPU, for sequences of maximum length;"),
         "TFLOP of a step (?: unknown for this model); tokens/s of all GPUs and hours at 40 % of their peak",
         "(?: unknown TFLOP, or no known peak of this GPU for loop.precision, such as float32).",
         *aligned_lines([head, *([where, *_cells(plan)] for where, plan in plans)]),
+        *(aligned_lines([["experiment", "parameter group", "parameters"], *groups]) if groups else []),
     ]

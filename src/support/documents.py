@@ -100,7 +100,8 @@ class Plan(Document):
     cannot_run: int
     memory: list[dict[str, Any]]
     """With `--memory`, for experiments with one plan: `where`, number of `parameters` and of `trained` ones, FLOP of a
-    step (`operations`), `tokens_per_second`, `hours`, and `bytes` of a GPU with their `total`."""
+    step (`operations`), `tokens_per_second`, `hours`, `bytes` of a GPU with their `total`, and the number of
+    parameters of each of `groups`."""
 
 
 class Jobs(Document):

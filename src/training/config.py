@@ -10,6 +10,7 @@ from src.errors import ConfigError
 from src.experiments.config import Config, Places, added_field, unknown_text
 from src.experiments.interfaces import ModelConfig
 from src.support import distributed
+from src.support.patterns import compile_pattern
 from src.training.divergence.detector import Config as Divergence
 
 POLYNOMIAL_END = 1e-7
@@ -58,6 +59,27 @@ class Budget(Config):
         return int(budget // of_step)
 
 
+OptimizerName = Literal["adamw", "adamw_scale", "adafactor", "muon"]
+
+
+class ParameterGroup(Config):
+    """Settings of the parameters whose names match a pattern, where they differ from the loop's."""
+
+    match: str
+    """Regular expression (RE2), searched in the names of trained parameters, such as "embed|lm_head"."""
+    learning_rate: float | None = Field(default=None, gt=0)
+    """Peak learning rate, with the schedule of the loop; null: as without the group."""
+    weight_decay: float | None = Field(default=None, ge=0)
+    """Weight decay of the matrices in the group; null: `loop.weight_decay`."""
+    optimizer: OptimizerName | None = None
+    """null: `loop.optimizer`."""
+
+    @model_validator(mode="after")
+    def _is_a_pattern(self) -> "ParameterGroup":
+        compile_pattern(self.match)
+        return self
+
+
 class LoopConfig(Config):
     """Settings of the training loop. An optimizer step reads `sequences_per_step` sequences, `micro_batch` at a time
     per process.
@@ -73,22 +95,42 @@ class LoopConfig(Config):
     """Sequences per optimizer step, over all processes."""
     micro_batch: int = Field(gt=0)
     """Sequences per forward pass of a process."""
-    optimizer: Literal["adamw", "adamw_scale", "adafactor"] = "adamw"
+    optimizer: OptimizerName = "adamw"
     """See src/training/optim/optimizers.py. The learning rate of adamw_scale and adafactor is relative to the size of
-    the weights."""
+    the weights. muon trains the matrices of the model's layers, and adamw everything else."""
     learning_rate: float = Field(gt=0)
     """Peak learning rate."""
+    muon_learning_rate: float | None = added_field(None, gt=0)
+    """Peak learning rate of the matrices that Muon trains; null: `learning_rate`. Updates are scaled to the size of
+    AdamW's, so rates of AdamW are a good start."""
+    groups: list[ParameterGroup] = added_field([])
+    """Parameters with other settings. The first group whose pattern matches a name wins."""
+    layerwise_decay: float = added_field(1.0, gt=0, le=1)
+    """Factor of the learning rate from each layer to the layer before it, for fine-tuning: layer i of n (from 0) has
+    decay^(n - i), embeddings decay^(n + 1), and parameters after the last layer 1."""
     schedule: Literal[
-        "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
+        "linear",
+        "cosine",
+        "cosine_with_restarts",
+        "polynomial",
+        "constant",
+        "constant_with_warmup",
+        "inverse_sqrt",
+        "wsd",
     ] = "linear"
-    """Learning rate schedule, named as in transformers."""
+    """Learning rate schedule, named as in transformers; wsd is its warmup_stable_decay."""
+    decay_rate: float = added_field(0.0, ge=0, le=1)
+    """Share of `steps` at the end with falling learning rate, for schedule wsd. Between warm-up and decay the learning
+    rate is constant."""
+    decay_shape: Literal["linear", "cosine", "sqrt"] = added_field("linear")
+    """Shape of the decay of schedule wsd: after a share x of it, 1 - x, half a cosine, or 1 - sqrt(x)."""
     warmup_rate: float = Field(default=0.0, ge=0, lt=1)
     """Share of `steps` with rising learning rate."""
     warmup_start: float = Field(default=0.0, ge=0, le=1)
     """Share of `learning_rate` at the start of the warm-up. T5's schedule, 1/sqrt(max(step, warm-up)), is inverse_sqrt
     with warmup_start 1."""
     final_rate: float = Field(default=0.0, ge=0, le=1)
-    """Final share of `learning_rate` of the schedules linear and cosine."""
+    """Final share of `learning_rate` of the schedules linear, cosine and wsd."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Applied to matrices, not to biases and norms."""
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
@@ -148,17 +190,48 @@ class LoopConfig(Config):
             )
         if self.steps and self.warmup_start and not round(self.warmup_rate * self.steps):
             raise ValueError("warmup_start: there is no warm-up. Set warmup_rate, or remove warmup_start.")
-        if self.final_rate and self.schedule not in ("linear", "cosine"):
-            raise ValueError(f"final_rate: only for schedules 'linear' and 'cosine', got {self.schedule!r}. Remove it.")
+        if self.final_rate and self.schedule not in ("linear", "cosine", "wsd"):
+            raise ValueError(
+                f"final_rate: only for schedules 'linear', 'cosine' and 'wsd', got {self.schedule!r}. Remove it."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _decays_within_the_steps(self) -> "LoopConfig":
+        if self.schedule != "wsd":
+            if self.decay_rate or self.decay_shape != "linear":
+                name = "decay_rate" if self.decay_rate else "decay_shape"
+                raise ValueError(f"{name}: only for schedule 'wsd', got {self.schedule!r}. Remove it.")
+            return self
+        warmup, decay = (round(rate * self.steps) for rate in (self.warmup_rate, self.decay_rate))
+        if self.budget and self.decay_rate:
+            return self  # the steps follow from the budget
+        if not decay:
+            raise ValueError(
+                f"decay_rate: schedule 'wsd' needs at least one of {self.steps} steps to decay, got "
+                f"{self.decay_rate:g}. Set it, or use 'constant_with_warmup'."
+            )
+        if warmup + decay > self.steps:
+            raise ValueError(
+                f"decay_rate: {warmup} steps of warm-up and {decay} of decay are more than the {self.steps} steps. "
+                "Lower decay_rate or warmup_rate."
+            )
         return self
 
     @model_validator(mode="after")
     def _adafactor_ignores_nothing(self) -> "LoopConfig":
-        if self.optimizer == "adafactor":
+        if self.optimizers == {"adafactor"}:
             ignored = [name for name in _ADAM if getattr(self, name) != type(self).model_fields[name].default]
             if ignored:
                 raise ValueError(f"{', '.join(ignored)}: ignored by optimizer 'adafactor'. Remove it.")
+        if self.muon_learning_rate and "muon" not in self.optimizers:
+            raise ValueError("muon_learning_rate: no parameter has optimizer 'muon'. Remove it.")
         return self
+
+    @property
+    def optimizers(self) -> set[str]:
+        """Names of the optimizers of the loop and its groups."""
+        return {self.optimizer, *(group.optimizer for group in self.groups if group.optimizer)}
 
     def check(self, scores: Collection[str]) -> None:
         """Check the settings against the number of processes and the recipe's `scores`.

@@ -32,7 +32,7 @@ from src.training.loss import NamedSums, SumNames, watch_groups
 from src.training.monitoring.monitor import Monitor
 from src.training.monitoring.reporter import Reporter
 from src.training.monitoring.throughput import ThroughputMeter
-from src.training.optim import schedule
+from src.training.optim import optimizers, schedule
 from src.training.parallel import choice, memory
 from src.training.parallel.engine import Engine
 from src.training.profile import StepProfiler
@@ -194,8 +194,7 @@ class Loop:
                 f"where STEP is the step of a checkpoint ({state.step} if it has one)."
             )
         self.monitor.before_step(state.step + 1)
-        for group in self.engine.optimizer.param_groups:
-            group["lr"] = self.learning_rate(state.step)
+        optimizers.set_learning_rate(self.engine.optimizer, self.learning_rate(state.step))
         # (2,) float64: sum and count, on the device, so that passes do not synchronize.
         sums: dict[str, Tensor] = {}
         for a, (batch, sources, counts) in enumerate(step.on_device()):
@@ -307,7 +306,8 @@ class Loop:
         row = {
             "step": step,
             **since.scores(),
-            "learning_rate": self.learning_rate(step - 1),
+            "learning_rate": (rate := self.learning_rate(step - 1)),
+            **optimizers.learning_rates(self.engine.optimizer, rate),
             "tokens": self.state.tokens,
             **scores,
         }

@@ -48,7 +48,7 @@ class SumNames:
             self._names = distributed.broadcast_from_rank0(lambda: names)
         with distributed.raise_together() if first else contextlib.nullcontext():
             for name in names if first else ():
-                if name in self._reserved or name.startswith(("val_", "data/")):
+                if name in self._reserved or name.startswith(("val_", "data/", "learning_rate/")):
                     raise TrainingError(f"sum {name!r} of the loss has the name of a score. Rename it.")
             if names != self._names:
                 raise TrainingError(

@@ -6,7 +6,7 @@ around each forward pass, `after_backward` and `after_step`. The cost is negligi
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,13 +85,13 @@ class Monitor:
         tensor_sums = parameter_statistics.gather_sums(
             self._gradients + parameter_statistics.weights(self.model, optimizer), self.model
         )
-        learning_rate = optimizer.param_groups[0]["lr"]
-        distributed.broadcast_from_rank0(lambda: self._write(tensor_sums, learning_rate))
+        rates = parameter_statistics.learning_rates(self.model, optimizer)
+        distributed.broadcast_from_rank0(lambda: self._write(tensor_sums, rates))
         self._gradients, self._activations, self.due = [], [], False
 
-    def _write(self, tensor_sums: Sequence[TensorSums], learning_rate: float) -> None:
+    def _write(self, tensor_sums: Sequence[TensorSums], learning_rates: Mapping[str, float]) -> None:
         """Write one record per tensor."""
-        rates = parameter_statistics.update_rates(list(tensor_sums), learning_rate)
+        rates = parameter_statistics.update_rates(list(tensor_sums), learning_rates)
         heads: list[dict[str, Any]] = [
             {"step": self.step, "name": item.name, "context": item.context} for item in tensor_sums
         ]

@@ -5,7 +5,7 @@ parameters are gathered one at a time.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from src.support import distributed
 from src.training.monitoring import tensor_statistics
+from src.training.optim.optimizers import NAMES
 
 GRADIENT, WEIGHT, UPDATE = "hp_grad", "hp", "effective_update"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -70,7 +71,15 @@ def gather_sums(tensor_sums: list[TensorSums], model: nn.Module) -> list[TensorS
     return [TensorSums(item.name, item.context, sums) for item, sums in zip(tensor_sums, table, strict=True)]
 
 
-def update_rates(tensor_sums: list[TensorSums], learning_rate: float) -> dict[str, float | None]:
+def learning_rates(model: nn.Module, optimizer: Any) -> dict[str, float]:
+    """Learning rate of the last step, by parameter."""
+    # By name, as ZeRO has flat copies of parameters in its groups.
+    rates = {name: group["lr"] for group in optimizer.param_groups for name in group.get(NAMES, ())}
+    default = optimizer.param_groups[0]["lr"]
+    return {name: rates.get(name, default) for name, _ in _trainable_parameters(model)}
+
+
+def update_rates(tensor_sums: list[TensorSums], rates_by_name: Mapping[str, float]) -> dict[str, float | None]:
     """Norm of the last update (learning rate times `effective_update`) over the norm of the parameter, by parameter."""
     norms: dict[str, dict[str, float | None]] = {WEIGHT: {}, UPDATE: {}}
     if tensor_sums:
@@ -81,7 +90,7 @@ def update_rates(tensor_sums: list[TensorSums], learning_rate: float) -> dict[st
     rates: dict[str, float | None] = {}
     for name, update in norms[UPDATE].items():
         weight = norms[WEIGHT][name]
-        rates[name] = learning_rate * update / weight if update is not None and weight else None
+        rates[name] = rates_by_name[name] * update / weight if update is not None and weight else None
     return rates
 
 

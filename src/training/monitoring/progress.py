@@ -31,7 +31,7 @@ class Progress:
 
     def on_row(self, row: Mapping[str, Any], perf: Mapping[str, float], is_durable: bool) -> None:
         """Log the scores, if `is_durable` or after QUIET_SECONDS. With speed and remaining time if `perf` has them."""
-        scores = {name: value for name, value in row.items() if name not in NO_SCORES}
+        scores = {name: value for name, value in row.items() if name.partition("/")[0] not in NO_SCORES}
         score_text = "".join(f"  {_spell(name, value)}" for name, value in scores.items() if name != "train_loss")
         self.scores = score_text or self.scores
         if not is_durable and self.clock() - self.logged < QUIET_SECONDS:

@@ -62,6 +62,15 @@ def _inverse_sqrt(step: int, warmup: int, config: LoopConfig) -> float:
     return 1.0 / math.sqrt((step + timescale - warmup) / timescale)
 
 
+def _wsd(step: int, warmup: int, config: LoopConfig) -> float:
+    """1 until the decay, then a fall to 0 in the shape of the decay (Hu et al. 2024, MiniCPM)."""
+    decay = round(config.decay_rate * config.steps)
+    x = min(1.0, max(0, step - (config.steps - decay)) / decay)
+    if config.decay_shape == "cosine":
+        return max(0.0, 0.5 * (1.0 + math.cos(math.pi * x)))
+    return 1.0 - (math.sqrt(x) if config.decay_shape == "sqrt" else x)
+
+
 _DECAYS: dict[str, Callable[[int, int, LoopConfig], float]] = {
     "constant": _constant,
     "constant_with_warmup": _constant,
@@ -70,6 +79,7 @@ _DECAYS: dict[str, Callable[[int, int, LoopConfig], float]] = {
     "cosine_with_restarts": _cosine_with_restarts,
     "polynomial": _polynomial,
     "inverse_sqrt": _inverse_sqrt,
+    "wsd": _wsd,
 }
 """Schedule -> function of (step, warm-up steps, config) that returns the share of the learning rate after the
 warm-up."""

@@ -17,8 +17,11 @@ from src.training.parallel.engine import DDPEngine, Engine
 _INSTEAD = {
     "adamw_scale": "--fsdp instead of --deepspeed",
     "adafactor": "full copies (neither --deepspeed nor --fsdp)",
+    "muon": "full copies (neither --deepspeed nor --fsdp)",
 }
 """Alternatives to ZeRO for optimizers that it does not support."""
+_NEEDS_COMPLETE = {"adafactor": "complete rows and columns", "muon": "complete matrices"}
+"""Optimizers that FSDP2 does not support."""
 
 
 def build_accelerator(config: LoopConfig, options: Options) -> Accelerator:
@@ -36,18 +39,18 @@ def build_accelerator(config: LoopConfig, options: Options) -> Accelerator:
             "loop.precision: 'float16' does not support sharded models. "
             "Use 'bfloat16', or leave out --deepspeed and --fsdp."
         )
-    if (
-        options.deepspeed and config.optimizer != "adamw"
-    ):  # ZeRO concatenates parameters, so single tensors have no size
-        raise ConfigError(
-            f"loop.optimizer: {config.optimizer!r} needs the size of each tensor, "
-            f"but DeepSpeed concatenates tensors. Use {_INSTEAD[config.optimizer]}, or 'adamw'."
-        )
-    if options.fsdp and config.optimizer == "adafactor":
-        raise ConfigError(
-            "loop.optimizer: 'adafactor' needs complete rows and columns, but --fsdp shards them. "
-            "Leave out --fsdp (the optimizer state is small), or use 'adamw_scale' or 'adamw'."
-        )
+    for name in sorted(config.optimizers - {"adamw"}):
+        where = "loop.optimizer" if name == config.optimizer else "loop.groups"
+        if options.deepspeed:  # ZeRO concatenates parameters, so single tensors have no size
+            raise ConfigError(
+                f"{where}: {name!r} needs the size of each tensor, "
+                f"but DeepSpeed concatenates tensors. Use {_INSTEAD[name]}, or 'adamw'."
+            )
+        if options.fsdp and name in _NEEDS_COMPLETE:
+            raise ConfigError(
+                f"{where}: {name!r} needs {_NEEDS_COMPLETE[name]}, but --fsdp shards them. "
+                "Leave out --fsdp, or use 'adamw_scale' or 'adamw'."
+            )
     if options.deepspeed:
         from src.training.parallel.zero import fill_settings
 

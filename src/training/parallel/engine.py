@@ -221,7 +221,7 @@ class DDPEngine(Engine):
         optimizer = optimizers.build_optimizer(module, config, accelerator.device)
         self.model, self.optimizer = (
             accelerator.prepare_model(module, evaluation_mode=True),
-            accelerator.prepare_optimizer(optimizer),
+            accelerator.prepare_optimizer(optimizer, device_placement=False),  # it would copy the groups
         )
         if distributed.world_size() > 1:
             device = [accelerator.device.index] if accelerator.device.type == "cuda" else None

@@ -22,6 +22,8 @@ from src.files import read_json
 from src.training.config import LoopConfig
 from src.training.loss import Loss
 from src.training.monitoring import flops
+from src.training.optim import parameter_groups
+from src.training.optim.parameter_groups import Group
 from src.training.parallel import fsdp, memory
 from src.training.parallel.compilation import layers
 from src.training.parallel.live_storages import FakeStorages
@@ -90,6 +92,8 @@ class MemoryPlan:
     tokens_per_second: float | None
     """Total of all GPUs, at `MFU`; None if the peak or the operations are unknown."""
     hours: float | None
+    groups: Mapping[str, int]
+    """Number of trained parameters by label and optimizer of `parameter_groups.Settings`, if there are several."""
 
     @property
     def total(self) -> int:
@@ -105,6 +109,7 @@ def plan(
     Raises:
         ConfigError: the GPU or an option is not supported, or there are more GPUs than micro-batches in a step.
     """
+    groups = parameter_groups.split(model, config)
     count_operations, peak = flops.batch_flops(model), machines.peak(config.precision)
     count = config.sequences_per_step // config.micro_batch
     if count < machines.gpus:
@@ -132,7 +137,17 @@ def plan(
         operations=work * count if work else None,
         tokens_per_second=rate * read * machines.gpus if rate else None,
         hours=config.steps * passes / rate / 3600 if rate else None,
+        groups=_group_sizes(groups),
     )
+
+
+def _group_sizes(groups: list[Group]) -> dict[str, int]:
+    """Number of parameters by label of `loop.groups` and optimizer."""
+    sizes: dict[str, int] = {}
+    for group in groups:
+        label = f"{group.settings.label or 'rest'} ({group.settings.optimizer})"
+        sizes[label] = sizes.get(label, 0) + sum(parameter.numel() for parameter in group.parameters.values())
+    return sizes if len(sizes) > 1 else {}
 
 
 def _cast_modules(model: nn.Module, machines: Machines) -> list[nn.Module]:
@@ -205,15 +220,15 @@ def _share(
 ) -> dict[str, int]:
     """Bytes by part on one GPU with the engine's sharding: at the peak of a pass, or of the optimizer step if
     larger."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    gradients, N = sum(parameter.nbytes for parameter in trained), machines.gpus
-    parts = {**peak, "optimizer": optimizer_bytes(trained, config.optimizer)}
+    groups = parameter_groups.split(model, config)
+    gradients, N = sum(parameter.nbytes for group in groups for parameter in group.parameters.values()), machines.gpus
+    parts = {**peak, "optimizer": optimizer_bytes(groups)}
     step = {
         **parts,
         "gradients": gradients,
         "activations": 0,
         "logits": 0,
-        "copies": 0 if config.optimizer == "adafactor" else gradients,
+        "copies": 0 if config.optimizers == {"adafactor"} else gradients,
     }
     if machines.deepspeed:
         parts, step = (_zero(each, machines.zero_settings(), gradients, N) for each in (parts, step))
@@ -259,12 +274,18 @@ def _layer_sizes(model: nn.Module) -> tuple[int, int]:
     return max(sizes, default=0), sum(parameter.nbytes for parameter in model.parameters()) - sum(sizes)
 
 
-def optimizer_bytes(trained: list[nn.Parameter], optimizer: str) -> int:
-    """Bytes of the optimizer's state: two moments per weight, or with adafactor the means of rows and columns."""
-    if optimizer != "adafactor":
-        return sum(2 * parameter.nbytes for parameter in trained)
-    sizes = [p.numel() // p.shape[-1] + p.numel() // p.shape[-2] if p.ndim > 1 else p.numel() for p in trained]
-    return 4 * sum(sizes)
+def optimizer_bytes(groups: list[Group]) -> int:
+    """Bytes of the optimizer's state: two moments per weight, one with muon, or with adafactor the means of rows and
+    columns."""
+    return sum(
+        _state_bytes(parameter, group.settings.optimizer) for group in groups for parameter in group.parameters.values()
+    )
+
+
+def _state_bytes(p: nn.Parameter, optimizer: str) -> int:
+    if optimizer == "adafactor":
+        return 4 * (p.numel() // p.shape[-1] + p.numel() // p.shape[-2] if p.ndim > 1 else p.numel())
+    return p.nbytes if optimizer == "muon" else 2 * p.nbytes
 
 
 def vocabulary(model: Any) -> int:

@@ -152,7 +152,7 @@ class ZeroEngine(Engine):
         deepspeed.init_distributed(dist_backend=None, auto_mpi_discovery=False)
         if self.sharded and accelerator.mixed_precision == "bf16":
             release_conv1d_weights(module)
-        adamw = optimizers.adamw(module, config, accelerator.device)
+        adamw = optimizers.build_optimizer(module, config, accelerator.device)
         self.engine, self.optimizer, _, _ = deepspeed.initialize(model=module, optimizer=adamw, config=settings)
         self.model = self.engine
         self._moments_linked = False

@@ -147,7 +147,8 @@ def carried_out(folder: Path, work: Any) -> tuple[BaseException | None, dict[str
     with distributed.stoppable(), RunDir.open(folder, toy.BASE, {}) as run_dir:
         distributed.defer_stop()
         try:
-            trainval.carry_out(SimpleNamespace(recipe=SimpleNamespace(run=work)), SimpleNamespace(dir=run_dir))
+            recipe = SimpleNamespace(run=work, with_steps=lambda _: recipe)
+            trainval.carry_out(SimpleNamespace(recipe=recipe), SimpleNamespace(dir=run_dir, places=None))
         except BaseException as error:  # noqa: BLE001  whatever it is, it is what is looked at
             exception = error
         return exception, run_dir.status()

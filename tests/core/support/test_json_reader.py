@@ -16,6 +16,7 @@ from tests.conftest import ROOT
 
 HERE = {
     "src/support/parsing.py",  # the reader
+    "src/data/text/tokenizers.py",  # what the library tokenizers writes
     "src/experiments/grid.py",  # --set: text that is not JSON is a string
     "src/systems/assistants/rewards/isolated.py",  # both are inside the sandbox, which has no other module
     "src/systems/assistants/rewards/isolated_peer.py",

@@ -134,7 +134,9 @@ def test_the_update_equals_the_change_of_the_last_step(adam: tuple[nn.Linear, to
     assert tensor_statistics.rows(sums_by_context["exp_avg"].sums[None])[0] == pytest.approx(
         reference(moment), rel=1e-6
     )
-    rates = parameter_statistics.update_rates(list(sums_by_context.values()), 0.1)
+    rates = parameter_statistics.update_rates(
+        list(sums_by_context.values()), parameter_statistics.learning_rates(layer, optimizer)
+    )
     assert rates == {"weight": pytest.approx(float(movement.norm() / layer.weight.detach().norm()), rel=1e-4)}
 
 

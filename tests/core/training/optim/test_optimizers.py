@@ -33,29 +33,44 @@ from tests.core.training import small
 LOOP: dict[str, Any] = {"steps": 12, "sequences_per_step": 4, "micro_batch": 2, "learning_rate": 0.05, "eval_every": 4}
 MIDDLE, STEPS = 8, 12
 CPU = torch.device("cpu")
-RATES = {"adamw": 0.05, "adamw_scale": 0.2, "adafactor": 0.2}
+RATES = {"adamw": 0.05, "adamw_scale": 0.2, "adafactor": 0.2, "muon": 0.05, "groups": 0.05}
 OPTIMIZERS = list(RATES)
+GROUPS: dict[str, Any] = {
+    "optimizer": "muon",
+    "muon_learning_rate": 0.1,
+    "layerwise_decay": 0.9,
+    "groups": [
+        {"match": "table", "optimizer": "adafactor"},
+        {"match": "bias", "optimizer": "adamw_scale", "learning_rate": 0.2},
+        {"match": "line", "weight_decay": 0.01},
+    ],
+}
 STATE_NAMES = {
     "adamw": {"step", "exp_avg", "exp_avg_sq"},
     "adamw_scale": {"step", "exp_avg", "exp_avg_sq", "scale"},
     "adafactor": {"step", "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq", "RMS"},
+    "muon": {"step", "exp_avg", "exp_avg_sq", "momentum_buffer"},
+    "groups": {"step", "exp_avg", "exp_avg_sq", "momentum_buffer", "scale", "exp_avg_sq_row", "exp_avg_sq_col", "RMS"},
 }
 
 
 class Curve(nn.Module):
-    """Learns a number for each token by a matrix, a vector and a number."""
+    """Learns a number for each token by an embedding, a layer of one matrix, a vector and a number."""
 
     def __init__(self) -> None:
         super().__init__()
         self.table, self.line = nn.Embedding(32, 4), nn.Linear(4, 1)
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(4, 4, bias=False))])
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
         tokens = batch["input_ids"][:, 1]
-        return ((self.line(self.table(tokens))[:, 0] - tokens / 32) ** 2).sum()
+        return ((self.line(self.layers[0](self.table(tokens)))[:, 0] - tokens / 32) ** 2).sum()
 
 
 def loop(optimizer: str, **changes: Any) -> LoopConfig:
-    return load(LoopConfig, {**LOOP, "optimizer": optimizer, "learning_rate": RATES[optimizer], **changes}, "loop")
+    muon = {"muon_learning_rate": 0.1} if optimizer == "muon" else {}
+    settings = GROUPS if optimizer == "groups" else {"optimizer": optimizer, **muon}
+    return load(LoopConfig, {**LOOP, **settings, "learning_rate": RATES[optimizer], **changes}, "loop")
 
 
 def train(folder: Path, optimizer: str, options: Options | None = None) -> dict[str, str]:
@@ -100,7 +115,7 @@ def folder(data: Path, tmp_path: Path) -> Path:
 def test_a_training_cut_short_ends_with_the_same_bits(folder: Path, optimizer: str):
     whole = train(folder, optimizer, Options(statistics_every=5))
     assert {name.rsplit("::")[-1] for name in saved_state(folder)} == STATE_NAMES[optimizer]
-    assert len({name.rsplit("::")[0] for name in saved_state(folder)}) == 3
+    assert len({name.rsplit("::")[0] for name in saved_state(folder)}) == 4
     shutil.rmtree(checkpoints.folder(place(folder), STEPS))
     (place(folder) / "status.json").unlink()
     assert train(folder, optimizer) == whole
@@ -150,7 +165,7 @@ def test_it_learns(optimizer: str):
 
 def test_adafactor_is_that_of_t5():
     weight = nn.Parameter(torch.full((2, 2), 2.0))
-    its = optimizers.adafactor(nn.ParameterList([weight]), loop("adafactor"))
+    its = optimizers.build_optimizer(nn.ParameterList([weight]), loop("adafactor"), CPU)
     weight.grad = torch.tensor([[1.0, 1.0], [1.0, 3.0]])
     its.step()
     # β̂₂ is 0 in the first step: rows' means of squares (1, 5), columns' (1, 5), so v = [[1, 5], [5, 25]] / 3; the
@@ -163,7 +178,7 @@ def test_adafactor_is_that_of_t5():
 def test_adafactor_follows_a_schedule_above_its_own_relative_step():
     weight, rate = nn.Parameter(torch.ones(4)), 0.5
     its, before = (
-        optimizers.adafactor(nn.ParameterList([weight]), loop("adafactor", learning_rate=rate)),
+        optimizers.build_optimizer(nn.ParameterList([weight]), loop("adafactor", learning_rate=rate), CPU),
         weight.detach(),
     )
     for _ in range(9):
@@ -201,7 +216,9 @@ def test_an_unknown_optimizer_error_lists_the_known_ones():
             {"deepspeed": Path("zero.json")},
             r"Use full copies \(neither --deepspeed nor --fsdp\), or 'adamw'",
         ),
-        ("adafactor", {"fsdp": True}, r"Leave out --fsdp .*, or use 'adamw_scale' or 'adamw'"),
+        ("adafactor", {"fsdp": True}, r"Leave out --fsdp, or use 'adamw_scale' or 'adamw'"),
+        ("muon", {"fsdp": True}, r"Leave out --fsdp, or use 'adamw_scale' or 'adamw'"),
+        ("muon", {"deepspeed": Path("zero.json")}, r"Use full copies"),
     ],
 )
 def test_where_tensors_are_in_parts_it_says_what_to_use(optimizer: str, options: dict[str, Any], instead: str):

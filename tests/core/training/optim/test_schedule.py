@@ -9,13 +9,13 @@ from typing import Any, get_args
 import pytest
 import torch
 from torch import nn
-from transformers import get_scheduler
+from transformers import get_scheduler, get_wsd_schedule
 
 from src.errors import ConfigError
 from src.experiments.config import load
 from src.training.config import LoopConfig
 from src.training.loss import causal_lm_loss, cross_entropy
-from src.training.optim.optimizers import adamw, build_optimizer
+from src.training.optim.optimizers import build_optimizer
 from src.training.optim.schedule import learning_rate
 from tests.conftest import ROOT
 
@@ -55,7 +55,9 @@ def test_linear_can_end_above_zero():
     assert [rate(0), rate(10), rate(20), rate(60), rate(100)] == pytest.approx([0.0, 0.25, 0.5, 0.275, 0.05])
 
 
-@pytest.mark.parametrize("name", get_args(LoopConfig.model_fields["schedule"].annotation))
+@pytest.mark.parametrize(
+    "name", [name for name in get_args(LoopConfig.model_fields["schedule"].annotation) if name != "wsd"]
+)
 @pytest.mark.parametrize(("steps", "warmup_rate"), [(100, 0.07), (997, 0.1), (1, 0.0), (20_000, 0.0), (64, 0.98)])
 def test_schedules_are_those_of_transformers_to_the_last_bit(name: str, steps: int, warmup_rate: float):
     if name == "constant":
@@ -65,6 +67,24 @@ def test_schedules_are_those_of_transformers_to_the_last_bit(name: str, steps: i
     factor = schedule.lr_lambdas[0]
     rate = learning_rate(loop(schedule=name, learning_rate=0.3, warmup_rate=warmup_rate, steps=steps))
     assert [rate(step) for step in range(steps + 3)] == [0.3 * factor(step) for step in range(steps + 3)]
+
+
+@pytest.mark.parametrize(("shape", "its_name"), [("linear", "linear"), ("cosine", "cosine"), ("sqrt", "1-sqrt")])
+@pytest.mark.parametrize("final_rate", [0.0, 0.1])
+@pytest.mark.parametrize(("steps", "warmup_rate", "decay_rate"), [(100, 0.07, 0.2), (997, 0.0, 0.13), (9, 0.5, 0.5)])
+def test_wsd_is_that_of_transformers_to_the_last_bit(
+    shape: str, its_name: str, final_rate: float, steps: int, warmup_rate: float, decay_rate: float
+):
+    placeholder = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.3)
+    warmup, decay = round(warmup_rate * steps), round(decay_rate * steps)
+    factor: Any = get_wsd_schedule(
+        placeholder, warmup, decay, steps, decay_type=its_name, min_lr_ratio=final_rate
+    ).lr_lambdas[0]
+    config = {"warmup_rate": warmup_rate, "warmup_start": final_rate if warmup else 0.0, "decay_rate": decay_rate}
+    config |= {"decay_shape": shape, "final_rate": final_rate, "learning_rate": 0.3, "steps": steps}
+    rate = learning_rate(loop(schedule="wsd", **config))
+    assert [rate(step) for step in range(steps + 3)] == [0.3 * factor(step) for step in range(steps + 3)]
+    assert rate(steps - decay) == 0.3 > rate(steps - decay + 1)
 
 
 @pytest.mark.slow
@@ -136,9 +156,17 @@ def test_a_step_is_a_multiple_of_the_micro_batch():
         *(
             (
                 {"schedule": name, "final_rate": 0.1},
-                f"final_rate: only for schedules 'linear' and 'cosine', got '{name}'",
+                f"final_rate: only for schedules 'linear', 'cosine' and 'wsd', got '{name}'",
             )
             for name in ("constant", "constant_with_warmup", "inverse_sqrt", "polynomial", "cosine_with_restarts")
+        ),
+        ({"decay_rate": 0.1}, "decay_rate: only for schedule 'wsd', got 'linear'"),
+        ({"schedule": "cosine", "decay_shape": "sqrt"}, "decay_shape: only for schedule 'wsd', got 'cosine'"),
+        ({"schedule": "wsd"}, "decay_rate: schedule 'wsd' needs at least one of 100 steps to decay, got 0"),
+        ({"schedule": "wsd", "decay_rate": 0.004}, "decay_rate: .* got 0.004"),
+        (
+            {"schedule": "wsd", "decay_rate": 0.6, "warmup_rate": 0.5},
+            "decay_rate: 50 steps of warm-up and 60 of decay are more than the 100 steps",
         ),
     ],
 )
@@ -158,7 +186,7 @@ def test_every_process_needs_a_micro_batch(monkeypatch: pytest.MonkeyPatch):
 def test_only_a_lone_process_on_a_cpu_takes_the_fused_kernel(monkeypatch: pytest.MonkeyPatch):
     """By the device where the weights will be: they are still on the CPU when the optimizer is built for a GPU."""
     model, cpu = nn.Linear(2, 2), torch.device("cpu")
-    assert all(group["fused"] for group in adamw(model, loop(), cpu).param_groups)
-    assert not any(group["fused"] for group in adamw(model, loop(), torch.device("cuda")).param_groups)
+    assert all(group["fused"] for group in build_optimizer(model, loop(), cpu).param_groups)
+    assert not any(group["fused"] for group in build_optimizer(model, loop(), torch.device("cuda")).param_groups)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert not any(group["fused"] for group in adamw(model, loop(), cpu).param_groups)
+    assert not any(group["fused"] for group in build_optimizer(model, loop(), cpu).param_groups)

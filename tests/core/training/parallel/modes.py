@@ -50,6 +50,10 @@ ON_LLAMA = copy.deepcopy(UNEVEN)
 ON_LLAMA["model"]["base"] = {"name": "hf", "path": "toy_llama_dropout"}
 ADAPTERS = copy.deepcopy(LLAMA)
 ADAPTERS["model"] = {"name": "lora", "rank": 2, "alpha": 4.0, "target_modules": ["q_proj"], "base": LLAMA["model"]}
+GROUPED = copy.deepcopy(EXP)
+GROUPED["loop"] |= {"layerwise_decay": 0.8, "weight_decay": 0.1, "groups": [{"match": "wte", "learning_rate": 3e-2}]}
+MUON = copy.deepcopy(TWICE)
+MUON["loop"] |= {"optimizer": "muon", "muon_learning_rate": 3e-2, "groups": GROUPED["loop"]["groups"]}
 EXPERIMENTS = {
     "base": toy.BASE,
     "once": EXP,
@@ -66,13 +70,16 @@ EXPERIMENTS = {
     "llama": LLAMA,
     "on llama": ON_LLAMA,
     "adapters": ADAPTERS,
+    "grouped": GROUPED,
+    "muon": MUON,
 }
 """Uneven has three micro-batches a step, and answers of one to four words; its model stands on that of base, frozen.
 On two processes twice accumulates two micro-batches, once and long none. Wide can be shared by one, two or three
 processes. Passes evaluates batches of 16 and of 4 questions, whose contexts are read 8 at a time. Skips leaves a batch
 out. Half is once in bfloat16, with dropout of attention, whose backward pass autocast would change. Chunks is once,
 with the logits of 40 tokens at a time. Llama is twice, of a pretrained Llama; adapters trains that of its queries. On
-llama is uneven on one, with dropout of attention in the new layers."""
+llama is uneven on one, with dropout of attention in the new layers. Grouped is once with learning rates by layer and a
+group of its own for embeddings; muon is twice with Muon and that group."""
 FIRST, LAST = "step-00000003", "step-00000006"
 RESOURCES = sorted(path.stem for path in (toy.ROOT / "resources").glob("ds_config_*.json"))
 MODES = ["replicated", "fsdp", "zero1", "zero2", "zero3"]

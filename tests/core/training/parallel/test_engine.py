@@ -48,6 +48,32 @@ def test_losses_of_some_tokens_at_a_time_are_the_same_in_every_mode(modes: Modes
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", ["fsdp", "zero1", "zero2", "zero3"])
+def test_sharding_changes_no_bit_of_groups_of_parameters(modes: Modes, mode: str):
+    reference = scores(modes.trained("replicated", "grouped"))
+    assert scores(modes.trained(mode, "grouped")) == reference
+    assert weights(modes.trained(mode, "grouped")) == weights(modes.trained("replicated", "grouped"))
+    assert reference[-1]["learning_rate/group0_embeddings"] == pytest.approx(
+        reference[-1]["learning_rate"] * 3 * 0.8**4
+    )
+    modes.cut_back(mode, "grouped")
+    assert modes.start(mode, "grouped") == ""
+    assert weights(modes.run("grouped")) == weights(modes.trained(mode, "grouped"))
+    assert scores(modes.run("grouped")) == reference
+
+
+@pytest.mark.slow
+def test_muon_resumes_with_the_same_bits_on_two_processes(modes: Modes):
+    reference = modes.trained("replicated", "muon")
+    modes.cut_back("replicated", "muon")
+    assert modes.start("replicated", "muon") == ""
+    assert weights(modes.run("muon")) == weights(reference)
+    assert scores(modes.run("muon")) == scores(reference)
+    one = scores(modes.trained("replicated", "muon", 1))
+    assert one[-1]["train_loss"] == pytest.approx(scores(reference)[-1]["train_loss"], rel=1e-2)
+
+
+@pytest.mark.slow
 def test_deepspeed_linear_layers_round_differently_in_bfloat16(modes: Modes):
     """Stage 3's own, which hold no gathered weights until the backward pass, add the bias in float32."""
     for actual, reference in zip(

@@ -23,6 +23,7 @@ from src.experiments.registry import MODELS, bind
 from src.files import write_json
 from src.runs.context import Options
 from src.training.monitoring import flops
+from src.training.optim import parameter_groups
 from src.training.parallel import choice, memory, memory_plan
 from src.training.parallel.live_storages import FakeStorages
 from src.training.parallel.memory_plan import pass_peak, vocabulary
@@ -168,8 +169,7 @@ def test_the_plan_equals_the_memory_of_a_step(case: str, places: Places):
     torch.manual_seed(0)
     model = recipe.model.build(places)
     batch = longest_batch(recipe.data, recipe.micro_batch, model.config)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    state = memory_plan.optimizer_bytes(trained, recipe.loop.optimizer)
+    state = memory_plan.optimizer_bytes(parameter_groups.split(model, recipe.loop))
     peak = measure_peak(model, loss, batch, recipe, recompute)
     with torch.device("meta"):
         on_paper = recipe.model.build(replace(places, on_paper=True))
@@ -400,3 +400,23 @@ def test_memory_option_runs_nothing(tmp_path: Path, capsys: pytest.CaptureFixtur
     ):
         assert toy.main(["-e", "base", *arguments], {"base": [toy.BASE]}, tmp_path) == 1
         assert message in capsys.readouterr().err
+
+
+def test_a_dry_run_with_memory_counts_groups_and_refuses_empty_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    toy.write_data(tmp_path / "data")
+    patterns = {"good": "wte", "empty": "wtee"}
+    groups = {
+        name: [override(toy.BASE, {"loop.groups": [{"match": pattern, "learning_rate": 0.1}]})]
+        for name, pattern in patterns.items()
+    }
+    assert toy.main(["-e", "good", "empty", "--dry-run", "--memory"], groups, tmp_path) == 1
+    out, err = capsys.readouterr()
+    recipe: Any = load_experiment(toy.BASE, "")
+    model = recipe.model.build(Places(tmp_path / "data", tmp_path / "runs"))
+    embeddings = model.get_input_embeddings().weight.numel()
+    others = sum(part.numel() for part in model.parameters()) - embeddings
+    lines = [re.split(r"  +", line) for line in out.splitlines()]
+    assert ["good[0]", "group0 (adamw)", f"{embeddings:,}"] in lines
+    assert ["good[0]", "rest (adamw)", f"{others:,}"] in lines
+    assert "empty[0]: loop.groups[0].match: 'wtee'" in err
+    assert "good[0]: loop" not in err
