@@ -255,18 +255,8 @@ def _format_interval(interval: Sequence[float] | None) -> str:
     return "-" if interval is None else f"{interval[0]:.4g} to {interval[1]:.4g}"
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m results.compare", description=__doc__)
-    parser.add_argument("base", metavar="BASE", help="the experiment to improve on")
-    parser.add_argument("candidates", nargs="+", metavar="CANDIDATE", help="one or several experiments")
-    parser.add_argument(
-        "-r",
-        "--runs",
-        type=Path,
-        default=run_arguments.RUNS,
-        metavar="DIR",
-        help=f"folder of runs (default: {run_arguments.RUNS})",
-    )
+def add_verdict_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a verdict: the score, its direction, and the minimum effect."""
     parser.add_argument("--metric", default="val_loss", metavar="SCORE", help="score to compare (default: val_loss)")
     direction = parser.add_mutually_exclusive_group()
     direction.add_argument(
@@ -284,6 +274,21 @@ def _parser() -> argparse.ArgumentParser:
         metavar="X",
         help="smallest difference that matters, in units of the score (default: 0)",
     )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m results.compare", description=__doc__)
+    parser.add_argument("base", metavar="BASE", help="the experiment to improve on")
+    parser.add_argument("candidates", nargs="+", metavar="CANDIDATE", help="one or several experiments")
+    parser.add_argument(
+        "-r",
+        "--runs",
+        type=Path,
+        default=run_arguments.RUNS,
+        metavar="DIR",
+        help=f"folder of runs (default: {run_arguments.RUNS})",
+    )
+    add_verdict_options(parser)
     parser.add_argument(
         "--seed-key", default=results.SEED, metavar="KEY", help=f"the key to pair by (default: {results.SEED})"
     )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from results import plot, report
+from results.compare import add_verdict_options
 from results.pages import markup
 from src.errors import ConfigError, RunError, print_errors
 from src.files import read_json
@@ -195,23 +196,7 @@ def render(runs: Path, group: str) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m results.progress", description=__doc__)
     run_arguments.add(parser, output="also draw the picture into this file, such as progress.png")
-    parser.add_argument("--metric", default="val_loss", metavar="SCORE", help="score to improve (default: val_loss)")
-    direction = parser.add_mutually_exclusive_group()
-    direction.add_argument(
-        "--higher",
-        dest="lowest",
-        action="store_false",
-        default=None,
-        help="a high score is good (default: by the name of the score)",
-    )
-    direction.add_argument("--lower", dest="lowest", action="store_true", help="a low score is good")
-    parser.add_argument(
-        "--min-effect",
-        type=float,
-        default=0.0,
-        metavar="X",
-        help="smallest difference that matters, in units of the score (default: 0)",
-    )
+    add_verdict_options(parser)
     return parser
 
 
