@@ -9,6 +9,7 @@ import argparse
 import json
 import math
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from src.tables import comparability, results, run_arguments
 from src.tables.comparability import Family
 from src.tables.comparison import SAME, Comparison, compare
 from src.tables.results import FINISHED, Row
+from src.tables.statistics import mean
 from src.tables.terminal_table import draw_rich, plain
 
 _ID_START = re.compile(r"[0-9a-f]{4,128}")
@@ -38,7 +40,8 @@ class Document(documents.Document):
     """`exp_ids`, `seeds`, `mean` and `cost` by unit."""
     candidates: list[dict[str, Any]]
     """The same, and `difference`, `t_interval`, `bootstrap_interval`, `pairs` of seeds, `is_paired`, `samples`, `p`,
-    `verdict` (better, worse, not distinguishable), `more_seeds`, `diverged_seeds` and `differences` by section."""
+    `verdict` (better, worse, not distinguishable), `more_seeds`, `diverged_seeds`, `failed_seeds` and `differences` by
+    section. `base_mean` is that of the seeds that are compared."""
     commands: list[str] | None
     """With `--run-missing`: commands that train the missing seeds."""
 
@@ -158,11 +161,12 @@ def to_dict(report: Report, seed: str = results.SEED) -> dict[str, Any]:
     return {
         "metric": report.metric,
         "min_effect": report.min_effect,
-        "base": {**base, "mean": report.comparisons[0].base_mean},
+        "base": {**base, "mean": number(mean(report.base.rows, report.metric))},
         "candidates": [
             {
                 **describe(each.candidate),
                 "mean": number(each.mean),
+                "base_mean": number(each.base_mean),
                 "difference": number(each.difference),
                 "t_interval": each.t_interval,
                 "bootstrap_interval": each.bootstrap_interval,
@@ -173,6 +177,7 @@ def to_dict(report: Report, seed: str = results.SEED) -> dict[str, Any]:
                 "verdict": each.verdict,
                 "more_seeds": each.more_seeds,
                 "diverged_seeds": each.diverged_seeds,
+                "failed_seeds": each.failed_seeds,
                 "differences": comparability.differences(report.base, each.candidate, seed),
             }
             for each in report.comparisons
@@ -200,7 +205,7 @@ def missing_commands(report: Report, runs: Path, seed: str = results.SEED) -> li
         count = max(each.more_seeds or 0 for each in open_comparisons if family in (report.base, each.candidate))
         seeds = ",".join(map(str, range(first, first + count)))
         name = family.rows[0]["exp_id"]
-        commands.append(f"python trainval.py --exp_id {name} --set {seed}={seeds} -sb {runs}")
+        commands.append(f"python trainval.py --exp_id {name} --set {seed}={seeds} -sb {shlex.quote(str(runs))}")
     return commands
 
 
@@ -239,6 +244,8 @@ def _print_text(content: dict[str, Any]) -> None:
 def _advice(candidate: dict[str, Any], min_effect: float) -> str:
     if candidate["diverged_seeds"]:
         return f": ended in NaN with seed {', '.join(map(str, candidate['diverged_seeds']))}"
+    if candidate["failed_seeds"]:
+        return f": no verdict, as seed {', '.join(map(str, candidate['failed_seeds']))} failed; resume or remove it"
     if candidate["verdict"] != SAME or candidate["more_seeds"] == 0:
         return ""
     width = f"± {_format(min_effect or abs(candidate['difference']))}"

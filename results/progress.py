@@ -101,9 +101,11 @@ def find_steps(
         values = [row[metric] for row in statistics.averaged_rows(family.rows) if row.get(metric) is not None]
         mean = sum(values) / len(values) if values else None
         changes = comparability.differences(best[-1], family).get("experiment", {}) if best else {}
-        difference, verdict = None, FIRST if mean is not None else UNFINISHED
-        if best and len(statistics.averaged_rows(family.rows)) < len(family.rows):
+        difference, verdict = None, FIRST
+        if len(statistics.averaged_rows(family.rows)) < len(family.rows):
             verdict = UNFINISHED
+        elif not best and len(values) < len(family.rows):
+            verdict = OTHER  # a seed ended in NaN
         elif best:
             try:
                 comparability.require_same_evaluation(best[-1], family, metric != comparability.PER_BYTE)

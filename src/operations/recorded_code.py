@@ -83,8 +83,8 @@ def recreate(run: SavedRun, folder: Path, root: Path = ROOT) -> Path:
     if not folder.exists():
         with writing(folder):
             folder.parent.mkdir(parents=True, exist_ok=True)
-        _run(git.folder, "worktree", "prune")
-        _run(git.folder, "worktree", "add", "--quiet", "--detach", str(folder), run.env["commit"])
+        # By force, as the folder can have been removed by hand. No prune, which would forget other worktrees, too.
+        _run(git.folder, "worktree", "add", "--force", "--quiet", "--detach", str(folder), run.env["commit"])
         if patch := _patch(run):
             _run(folder, "apply", "--whitespace=nowarn", "-", text=patch)
     if code_digest.__wrapped__(folder / inside) != digest:  # not the cached one of an earlier call

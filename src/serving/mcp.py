@@ -85,6 +85,8 @@ class Agent:
     def start(self, group: str, changes: Json | None = None, where: str | None = None, hours: float = 1.0) -> Json:
         """Train experiments on this machine, one after another, for at most `hours` together. See their `status`.
         The same call resumes runs that were stopped."""
+        if not 0 < hours <= 24 * 365:
+            raise ConfigError(f"hours: expected a number above 0 and at most {24 * 365}, got {hours:g}.")
         words = selection(group, changes, where)
         exp_ids = self._book("start", words, hours)
         for exp_id in exp_ids:
@@ -142,13 +144,18 @@ class Agent:
         """Parents and children of experiments."""
         return self._results("lineage", [] if exp_id is None else [self._run(exp_id)], group)
 
-    def compare(self, base: str, candidates: list[str]) -> Json:
-        """Compare candidates with a base, paired by seed: difference, interval and verdict. Each is a group."""
-        return self._results("compare", map(group_word, [base, *candidates]))
+    def compare(
+        self, base: str, candidates: list[str], metric: str = "val_loss", min_effect: float = 0.0
+    ) -> Json:  # fmt: skip
+        """Compare candidates with a base, paired by seed: difference, interval and verdict. Each is a group, or the id
+        of a run, which stands for its experiment with all seeds. min_effect: in units of the metric."""
+        words = [*map(group_word, [base, *candidates]), "--metric", name_word(metric), f"--min-effect={min_effect}"]
+        return self._results("compare", words)
 
-    def progress(self, group: str) -> Json:
+    def progress(self, group: str, metric: str = "val_loss", min_effect: float = 0.0) -> Json:
         """The runs of a group in order of time, with the best so far."""
-        return self._results("progress", [], group)
+        more = ["--metric", name_word(metric), f"--min-effect={min_effect}"]
+        return self._results("progress", [], group, more=more)
 
     def _run(self, prefix: str) -> str:
         """The id that starts with `prefix`."""
@@ -182,8 +189,6 @@ class Agent:
     def _book(self, tool: str, words: Sequence[str], hours: float) -> list[str]:
         """Check the plan and the limits, and count the runs against them; returns the ids to run."""
         self._require_run(tool)
-        if not 0 <= hours <= 24 * 365:
-            raise ConfigError(f"hours: expected a number above 0, got {hours:g}.")
         plan = self._trainval("--dry-run", *words)
         if plan["error"]:
             raise ConfigError("\n".join(": ".join(filter(None, [e["where"], e["found"]])) for e in _errors(plan)))
@@ -285,6 +290,7 @@ def _refuse_places(path: str, value: Any) -> None:
     """Refuse paths outside the project, addresses and commands, wherever they are in a value."""
     for each in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
         _refuse_places(f"{path}.{each[0]}", each[1])
+        _refuse_places(path, each[0])
     if isinstance(value, str) and re.search(r"^\s*[/~\\]|(^|[/\\])\.\.([/\\]|$)|://|pipe:", value):
         raise ConfigError(
             f"changes: {path}: {value!r:.60} names a place outside the data folder. Ask a person to add it."
@@ -297,14 +303,17 @@ def _errors(document: Json) -> list[Json]:
 
 def _run_json(words: Sequence[str]) -> Json:
     """The document of a command."""
-    done = subprocess.run(
-        [sys.executable, *words, documents.OPTION],
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        timeout=_COMMAND_SECONDS,
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, *words, documents.OPTION],
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_COMMAND_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"{' '.join(words[:2])}: took more than {_COMMAND_SECONDS:g} s. Select fewer runs.") from None
     if not done.stdout:
         raise ConfigError(f"{' '.join(words[:2])}: {done.stderr.decode(errors='replace')[-500:]}")
     return parse_json(done.stdout, " ".join(words[:2]), ConfigError)

@@ -19,6 +19,9 @@ PER_BYTE = "val_bits_per_byte"
 """The score that can be compared between tokenizers."""
 _EVALUATION_KEYS = ("answers", "gains", "inference", "sampled")
 """Parts of an experiment that set how its model is evaluated, in addition to keys that start with "val_"."""
+_CONTENT = "content of "
+"""Start of the names of digests of prepared data, which both splits have. Experiments can read different data, but data
+of one name must be equal."""
 _MAX_COVERAGE_RATIO = 1.1
 """Maximum ratio of the bytes, or tokens, of two validations of the same data."""
 
@@ -82,17 +85,18 @@ def require_same_evaluation(base: Family, candidate: Family, per_token: bool) ->
     for name in dict.fromkeys(name for _, of_run in facts for name in of_run):
         if name == "tokenizer" and not per_token:
             continue
-        first_run, first = facts[0][0], facts[0][1].get(name)
-        for run, of_run in facts[1:]:
-            if of_run.get(name) != first:
+        is_content = name.startswith(_CONTENT)
+        of_runs = [(run, of_run.get(name)) for run, of_run in facts if not is_content or name in of_run]
+        (first_run, first), *others = of_runs
+        for run, value in others:
+            if value != first:
                 advice = (
                     "Compare val_bits_per_byte."
                     if name == "tokenizer"
                     else "Their scores are not comparable: run both with the same evaluation."
                 )
                 raise ConfigError(
-                    f"{first_run} and {run}: the {name} differs: {_shorten(first)} and {_shorten(of_run.get(name))}. "
-                    f"{advice}"
+                    f"{first_run} and {run}: the {name} differs: {_shorten(first)} and {_shorten(value)}. {advice}"
                 )
         if first is None:
             warnings.append(f"the {name} is not recorded in these runs, so it was not compared.")
@@ -126,6 +130,7 @@ def _evaluation_facts(family: Family, run: SavedRun) -> dict[str, Any]:
         "validation data": record["data"] if record else inputs.get("data"),
         "settings of the evaluation": settings,
         "tokenizer": inputs.get("tokenizer"),
+        **{name: value for name, value in inputs.items() if name.startswith(_CONTENT)},
     }
 
 
@@ -146,7 +151,9 @@ def training_inputs(run: SavedRun) -> dict[str, Any]:
 
 def differences(base: Family, candidate: Family, seed: str = SEED) -> dict[str, dict[str, list[Any]]]:
     """{"experiment", "code", "data"} -> {key: [values in the base, values in the candidate]}; only differences."""
-    one, other = base.rows[0], candidate.rows[0]
+    seeds = {row.get(seed): row for row in candidate.rows}
+    one = next((row for row in base.rows if row.get(seed) in seeds), base.rows[0])
+    other = seeds.get(one.get(seed), candidate.rows[0])
     keys = [key for key in dict.fromkeys([*config_keys(one), *config_keys(other)]) if key != seed]
     sections = {
         "experiment": {key: [one.get(key), other.get(key)] for key in keys if spell(one, key) != spell(other, key)}

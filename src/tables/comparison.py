@@ -1,6 +1,6 @@
 """Paired comparisons of experiments: differences of means over seeds, intervals, and verdicts.
 
-Student's t over seeds (Welch's without common seeds; Student 1908, Welch 1947), the paired bootstrap over seeds and
+Student's t over seeds (Welch's if they are not common; Student 1908, Welch 1947), the paired bootstrap over seeds and
 validation samples (Efron and Tibshirani 1993, chapters 13 and 16), and Holm's correction (Holm 1979).
 """
 
@@ -43,7 +43,7 @@ class Comparison:
     bootstrap_interval: Interval | None
     """95 % interval over seeds and, if `samples`, over validation samples."""
     pairs: int
-    """Common seeds; the smaller number of seeds if there is no common one."""
+    """Number of pairs; if not paired, the smaller number of seeds."""
     is_paired: bool
     samples: int
     """Validation samples, or groups of them; 0 if they are not recorded or differ."""
@@ -55,6 +55,8 @@ class Comparison:
     computed, or above `MAX_SEEDS`."""
     diverged_seeds: list[Any] = field(default_factory=list)
     """Seeds of the candidate that ended in NaN, which makes it worse."""
+    failed_seeds: list[Any] = field(default_factory=list)
+    """Seeds of either side that failed, so that there is no verdict: those that are left are no fair sample."""
 
 
 @dataclass
@@ -70,7 +72,7 @@ class _Sides:
 
     @property
     def pairs(self) -> int:
-        """Common seeds; without any, the smaller number of seeds."""
+        """Number of pairs; if not paired, the smaller number of seeds."""
         return min(len(self.base), len(self.candidate))
 
     def variances(self) -> list[float]:
@@ -126,7 +128,7 @@ def compare(
         corrected_p[number] = largest
     for result, p in zip(results, corrected_p, strict=True):
         result.p = p
-        if not result.diverged_seeds and p < LEVEL:
+        if not result.diverged_seeds and not result.failed_seeds and p < LEVEL:
             result.verdict = BETTER if sign * result.difference > 0 else WORSE
     return results
 
@@ -171,12 +173,24 @@ def _compare(base: Family, candidate: Family, metric: str, sign: float, min_effe
         p,
         SAME,
         sides.more_seeds(min_effect or abs(difference)),
+        failed_seeds=[row.get(seed) for row in (*base.rows, *candidate.rows) if row["state"] == "failed"],
     )
 
 
 def _rows_by_seed(family: Family, metric: str, seed: str) -> tuple[dict[Any, Any], list[Any]]:
-    """Finished runs with the score by seed, and the seeds that ended in NaN."""
+    """Finished runs with the score by seed, and the seeds that ended in NaN.
+
+    Raises:
+        ConfigError: two runs have one seed, such as children of parents with different seeds.
+    """
     rows = averaged_rows(family.rows)
+    by_seed: dict[Any, str] = {}
+    for row in rows:
+        other = by_seed.setdefault(row.get(seed), row["exp_id"])
+        if other != row["exp_id"]:
+            raise ConfigError(
+                f"{other} and {row['exp_id']}: both have {seed} {row.get(seed)!r}. Give each run a seed of its own."
+            )
     diverged_seeds = [row.get(seed) for row in rows if ended_in_nan(row, metric)]
     return {row.get(seed): row for row in rows if row.get(metric) is not None}, diverged_seeds
 
@@ -184,11 +198,13 @@ def _rows_by_seed(family: Family, metric: str, seed: str) -> tuple[dict[Any, Any
 def _pair(
     base: Family, candidate: Family, base_rows: Mapping[Any, Any], candidate_rows: Mapping[Any, Any], metric: str
 ) -> _Sides:
-    """The values of the common seeds, or of all seeds if there is no common one; with samples if all runs have the
-    same."""
+    """The values of the common seeds if these are all of a side, else of all seeds, not paired; with samples if all
+    runs have the same."""
     import numpy as np
 
     common = [key for key in base_rows if key in candidate_rows]
+    if len(common) < min(len(base_rows), len(candidate_rows)):
+        common = []
     rows = [[by_seed[key] for key in common or by_seed] for by_seed in (base_rows, candidate_rows)]
     values = [np.array([row[metric] for row in side], dtype=float) for side in rows]
     sums = None
@@ -203,6 +219,7 @@ def _pair(
                 for side in records
                 for key, scale in (("nats", 1 / unit), (name, 1.0))
             ]
+            arrays = [each[:, arrays[1][0] > 0] for each in arrays]  # a sample without text has no share of the score
             means = [arrays[i].sum(axis=1) / arrays[i + 1].sum(axis=1) for i in (0, 2)]
             if all(np.allclose(mean, value, rtol=1e-3) for mean, value in zip(means, values, strict=True)):
                 sums = tuple(arrays)

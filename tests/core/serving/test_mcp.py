@@ -62,6 +62,10 @@ HOSTILE: list[tuple[str, dict[str, Any]]] = [
     ("progress", {"group": "--output"}),
     ("submit", {"job_config": "--python_binary", "group": GROUP}),
     ("stop", {"exp_id": "../x"}),
+    ("plan", {"group": GROUP, "changes": {"data": {"sources": {"/etc/passwd": {}}}}}),
+    ("compare", {"base": "toy", "candidates": ["other"], "metric": "-o"}),
+    ("progress", {"group": "toy", "metric": "--output=/tmp/x"}),
+    ("start", {"group": GROUP, "hours": 0}),
     ("start", {"group": GROUP, "hours": -1}),
     ("start", {"group": GROUP, "hours": 1e300}),
 ]
@@ -88,11 +92,11 @@ async def call(session: Any, tool: str, arguments: dict[str, Any]) -> dict[str, 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two runs, and no data."""
-    for seed in range(2):
-        exp = {"recipe": "toy", "seed": seed}
-        with RunDir.open(tmp_path / "runs", exp, exp, facts={"groups": ["toy"]}) as run:
-            run.scores.append({"step": 1, "val_loss": 0.5 + seed})
+    """Two seeds of an experiment and one of another, and no data."""
+    for group, seed, more in (("toy", 0, {}), ("toy", 1, {}), ("other", 0, {"loop": {"learning_rate": 0.1}})):
+        exp = {"recipe": "toy", "seed": seed, **more}
+        with RunDir.open(tmp_path / "runs", exp, exp, facts={"groups": [group]}) as run:
+            run.scores.append({"step": 1, "val_loss": 0.5 + seed, "em": 0.25})
             run.set_status("done")
             run.logs.mkdir(exist_ok=True)
             (run.logs / "train.log").write_text("one\ntwo\n")
@@ -127,9 +131,12 @@ def test_every_tool_is_listed_and_called(folder: Path):
                 ("stop", {"exp_id": "0" * 32}),
             ):
                 assert "--allow run" in (await call(server, tool, arguments))["error"]["advice"]
-            for tool in ("compare", "progress"):
-                words = {"group": "toy"} if tool == "progress" else {"base": "toy", "candidates": ["toy"]}
-                assert "schema" in await call(server, tool, words)
+            words = {"base": "toy", "candidates": ["other"], "metric": "em", "min_effect": 0.5}
+            compared = await call(server, "compare", words)
+            assert (compared["metric"], compared["min_effect"]) == ("em", 0.5)
+            assert compared["candidates"][0]["difference"] == 0
+            (step,) = (await call(server, "progress", {"group": "toy"}))["steps"]
+            assert (step["mean"], step["verdict"]) == (1.0, "first")
 
     before = {path: path.stat().st_mtime_ns for path in (folder / "runs").rglob("*")}
     anyio.run(session)
@@ -186,8 +193,8 @@ def test_limits_are_counted_from_the_audit_log(folder: Path, monkeypatch: pytest
 
 def test_a_start_that_ended_early_frees_its_hours(folder: Path):
     agent = mcp.Agent(options(folder))
-    (run, _) = [SavedRun(path) for path in sorted((folder / "runs").iterdir()) if (path / "exp_dict.json").exists()]
-    row = {"when": run.status["updated"].replace("T", "T"), "exp_ids": [run.name], "hours": 5.0}
+    run, *_ = [SavedRun(path) for path in sorted((folder / "runs").iterdir()) if (path / "exp_dict.json").exists()]
+    row = {"when": run.status["updated"], "exp_ids": [run.name], "hours": 5.0}
     assert agent._used_hours(row) == 5.0  # not started yet
     assert agent._used_hours(row | {"when": "2020-01-01T00:00:00+00:00", "hours": 1e9}) < 1e9
     assert agent._used_hours(row | {"exp_ids": ["d" * 32]}) == 5.0

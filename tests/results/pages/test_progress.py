@@ -48,6 +48,19 @@ def test_each_experiment_is_compared_with_the_best_before_it(runs: Path):
     assert steps[0].interval == pytest.approx(0.2484, abs=1e-4)  # t(2) * 0.1 / sqrt(3)
 
 
+@pytest.mark.parametrize(("loss", "state"), [(float("nan"), "done"), (0.5, "failed")])
+def test_an_incomplete_experiment_is_never_the_first(loss: float, state: str, runs: Path):
+    add(runs, 5, 0.7, [0.5, 0.5])
+    exp = {"recipe": "toy", "seed": 2, "loop": {"learning_rate": 0.7}}
+    facts = {"time": "2026-01-01T00:05:02+00:00", "groups": ["search"]}
+    with RunDir.open(runs, exp, exp, facts=facts) as run:
+        run.scores.append({"step": 1, "val_loss": loss})
+        run.set_status(state)  # type: ignore[arg-type]
+    steps, _ = progress.find_steps(runs, results.load_rows(runs)[0], "val_loss")
+    assert not steps[0].is_accepted
+    assert [step.verdict for step in steps[1:4]] == ["first", "not distinguishable", "better"]
+
+
 def test_another_evaluation_is_never_accepted(runs: Path):
     add(runs, 35, 0.6, [0.1, 0.1, 0.1], evaluation_code="other")
     steps, remarks = progress.find_steps(runs, results.load_rows(runs)[0], "val_loss")

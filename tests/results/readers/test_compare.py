@@ -94,6 +94,71 @@ def test_seeds_without_a_common_one_use_welch(tmp_path: Path, capsys: pytest.Cap
     assert (candidate["pairs"], candidate["is_paired"], candidate["verdict"]) == (3, False, "worse")
 
 
+def test_a_common_seed_does_not_replace_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Pairs are made only if they are all seeds of one side."""
+    add(tmp_path, 0.1, BASE)
+    add(tmp_path, 0.2, [0.5, 0.6, 0.4], first=10)
+    for rate, loss in ((0.1, 1.3), (0.2, 0.7)):
+        make(tmp_path, 13, rate, loss)
+    (candidate,) = report(capsys, tmp_path, "rate0.1", "rate0.2")["candidates"]
+    test = stats.ttest_ind([0.5, 0.6, 0.4, 0.7], [*BASE, 1.3], equal_var=False)
+    assert (candidate["is_paired"], candidate["pairs"]) == (False, 4)
+    assert candidate["t_interval"] == pytest.approx(list(test.confidence_interval()))
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.2])
+def test_no_verdict_with_a_failed_seed(rate: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    add(tmp_path, 0.1, BASE)
+    add(tmp_path, 0.2, [0.5, 0.6, 0.7])
+    make(tmp_path, 3, rate, 0.6, state="failed")
+    (candidate,) = report(capsys, tmp_path, "rate0.1", "rate0.2")["candidates"]
+    assert (candidate["verdict"], candidate["failed_seeds"]) == ("not distinguishable", [3])
+    assert candidate["p"] < 0.05
+    assert compare.main(["rate0.1", "rate0.2", "--runs", str(tmp_path)]) == 0
+    assert "seed 3 failed" in capsys.readouterr().out
+
+
+def test_two_runs_of_one_seed_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Such as children of parents with different seeds."""
+    parents = [make(tmp_path, seed, 0.5, 1.0, group="parents") for seed in (0, 1)]
+    children = [make(tmp_path, 0, 0.1, 1.0, model={"name": "experiment", "exp_id": name}) for name in parents]
+    add(tmp_path, 0.2, BASE)
+    message = refusal(capsys, tmp_path, "rate0.1", "rate0.2")
+    assert all(name in message for name in children)
+    assert "seed 0" in message
+
+
+def test_edited_data_of_one_name_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Data of another name can differ."""
+    runs = [*add(tmp_path, 0.1, BASE), *add(tmp_path, 0.2, BASE)]
+    for number, run in enumerate(runs):
+        folder = tmp_path / run / "checkpoints" / "step-00000004"
+        folder.mkdir(parents=True)
+        inputs = {"content of x": "b" if number == 5 else "a"} | ({"content of y": "c"} if number < 3 else {})
+        (folder / "state.json").write_text(json.dumps({"inputs": inputs}))
+    message = refusal(capsys, tmp_path, "rate0.1", "rate0.2")
+    assert runs[5] in message
+    assert "the content of x differs" in message
+
+
+def test_samples_without_text_have_no_share(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for rate, nats in ((0.1, [3.0, 1.0, 0.0]), (0.2, [2.0, 1.0, 0.0])):
+        for run in add(tmp_path, rate, [sum(nats) / 2 + seed * 0 for seed in range(3)], nats=nats):
+            record = json.loads((tmp_path / run / VALIDATION).read_text())
+            (tmp_path / run / VALIDATION).write_text(json.dumps({**record, "tokens": [1, 1, 0]}))
+    (candidate,) = report(capsys, tmp_path, "rate0.1", "rate0.2")["candidates"]
+    assert candidate["samples"] == 2
+    assert all(map(math.isfinite, candidate["bootstrap_interval"]))
+
+
+def test_means_are_those_of_the_compared_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    add(tmp_path, 0.1, BASE)
+    add(tmp_path, 0.2, BASE[:2])
+    content = report(capsys, tmp_path, "rate0.1", "rate0.2")
+    assert content["base"]["mean"] == pytest.approx(1.1)
+    assert content["candidates"][0]["base_mean"] == pytest.approx(1.05)
+
+
 def test_equal_experiments_are_not_distinguishable(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     add(tmp_path, 0.1, BASE)
     add(tmp_path, 0.2, BASE)
