@@ -98,6 +98,7 @@ def show(experiment: str, data_path: Path, savedir_base: Path, samples: int = 4,
             f"Name an experiment of recipe {', '.join(RECIPES)} that has a loop."
         )
     places = Places(data_path, savedir_base, dict(_experiments_by_id(groups)))
+    recipe = recipe.with_steps(places)
     with torch.device("meta"):
         model = recipe.model.build(replace(places, on_paper=True))
     tokenizer = tokenizers.load(model.name_or_path, recipe.model.new_tokens())

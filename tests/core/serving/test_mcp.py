@@ -132,9 +132,9 @@ def test_every_tool_is_listed_and_called(folder: Path):
             ):
                 assert "--allow run" in (await call(server, tool, arguments))["error"]["advice"]
             words = {"base": "toy", "candidates": ["other"], "metric": "em", "min_effect": 0.5}
-            compared = await call(server, "compare", words)
-            assert (compared["metric"], compared["min_effect"]) == ("em", 0.5)
-            assert compared["candidates"][0]["difference"] == 0
+            report = await call(server, "compare", words)
+            assert (report["metric"], report["min_effect"]) == ("em", 0.5)
+            assert report["candidates"][0]["difference"] == 0
             (step,) = (await call(server, "progress", {"group": "toy"}))["steps"]
             assert (step["mean"], step["verdict"]) == (1.0, "first")
 

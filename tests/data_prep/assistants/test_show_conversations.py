@@ -28,10 +28,12 @@ EVALUATION: dict[str, Any] = {
     "evaluation": {"micro_batch": 4},
 }
 TEXT = override(SFT, {"recipe": "lm", "answers": None, "data": {"name": "text", "corpus": "x", "sequence_tokens": 8}})
+BUDGET = {"tokens": PACKED["loop"]["steps"] * PACKED["loop"]["sequences_per_step"] * 96}
 GROUPS = {
     "sft": [SFT, override(SFT, {"data.train_all_roles": True})],
     "mixed": [MIXTURE],
     "packed": [PACKED],
+    "budget": [{**PACKED, "loop": {**{k: v for k, v in PACKED["loop"].items() if k != "steps"}, "budget": BUDGET}}],
     "reward": [REWARD],
     "dpo": [DPO],
     "judged": [EVALUATION],
@@ -135,3 +137,7 @@ def test_errors_name_the_mistake(show, words: list[str], message: str):
 )
 def test_memory_is_that_of_the_memory_plan(show, group: str, line: str):
     assert re.search(rf"^memory of a GPU: .*{line}", show(group), re.MULTILINE)
+
+
+def test_budget_is_shown_as_its_steps(show: Any):
+    assert show("budget").replace("budget", "packed") == show("packed")
