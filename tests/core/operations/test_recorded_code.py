@@ -60,7 +60,7 @@ def test_the_tree_with_its_uncommitted_changes(root: Path):
     folder = recorded_code.recreate(run, root.parent / "tree", root)
     assert files(folder) == before
     assert recorded_code.recreate(run, root.parent / "tree", root) == folder
-    assert code_version(folder)["diff"] == SavedRun(run.path).env.get("diff", code_version(folder)["diff"])
+    assert code_version(folder)["diff"].encode() == (run.path / "attempts" / "001" / "diff.patch").read_bytes()
     write(folder, {"src/a.py": "a = 4\n"})
     with pytest.raises(RunError, match="worktree remove"):
         recorded_code.recreate(run, root.parent / "tree", root)
