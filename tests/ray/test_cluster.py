@@ -104,12 +104,12 @@ def test_twelve_experiments(cluster: Cluster, grid: Grid):
             if job["status"] == "RUNNING"
         }
 
-    wait_until(lambda: len(running()) == 4, "Ray to know of it")
-    victims = {
-        name.rpartition(".")[2]
-        for name, address in running().items()
-        if address.endswith(f":{cluster.ports['second']}")
-    }
+    def on_second() -> set[str]:
+        end = f":{cluster.ports['second']}"
+        return {name.rpartition(".")[2] for name, address in running().items() if address.endswith(end)}
+
+    wait_until(lambda: len(running()) == 4 and len(on_second()) == 2, "Ray to know of two children on each node")
+    victims = on_second()
     cluster.lose("second")
     grid.let("children may end")
     wait_until(lambda: not cluster.alive(), "the others to end")
