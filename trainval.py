@@ -16,6 +16,7 @@ import logging
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +175,10 @@ def select(args: argparse.Namespace, groups: Any, store: Any) -> list[Any]:
     else:
         item = plan.find(args.exp_id, plan.load_all(groups), args.savedir_base)
         group = {item.group: [item.with_operational]}
-        experiments = [item] if combinations == [[]] else plan.load_combinations(group, [item.group], combinations)
+        experiments = [item]
+        if combinations != [[]]:
+            changed = plan.load_combinations(group, [item.group], combinations)
+            experiments = [replace(each, groups=item.groups) for each in changed]
     return experiments if args.where is None else choose(experiments, args.where, store)
 
 

@@ -11,6 +11,7 @@ import math
 import re
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +23,7 @@ from src.support import documents
 from src.support.command_line import parse_arguments
 from src.tables import comparability, results, run_arguments
 from src.tables.comparability import Family
-from src.tables.comparison import SAME, Comparison, compare
+from src.tables.comparison import MAX_SEEDS, SAME, Comparison, compare
 from src.tables.results import FINISHED, Row
 from src.tables.statistics import mean
 from src.tables.terminal_table import draw_rich, plain
@@ -71,7 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         seed=options.seed_key,
     )
     run_arguments.warn(report.warnings)
-    commands = missing_commands(report, options.runs, options.seed_key) if options.run_missing else None
+    commands = (
+        missing_commands(report, options.runs, options.data_path, options.seed_key) if options.run_missing else None
+    )
     content = to_dict(report, options.seed_key) | {"commands": commands}
     write = partial(_print_text, content) if commands is None else partial(print, *commands, sep="\n")
     run_arguments.show(options.output, "results.compare/1", content, write)
@@ -113,7 +116,7 @@ def make_report(  # noqa: PLR0913  call sites pass the optional ones by name
         raise ConfigError(f"{' '.join(candidates)}: selects only the base. Name another experiment.")
     results.check_known("score", [metric], results.score_names(rows), "--metric")
     for family in families:
-        warnings += comparability.require_same_evaluation(of_base[0], family, metric != comparability.PER_BYTE)
+        warnings += comparability.require_same_evaluation(of_base[0], family, metric)
     comparisons = compare(of_base[0], families, metric, lowest, min_effect, seed)
     for family in (of_base[0], *families):
         unfinished = [row["exp_id"][:8] for row in family.rows if row["state"] not in FINISHED]
@@ -185,16 +188,19 @@ def to_dict(report: Report, seed: str = results.SEED) -> dict[str, Any]:
     }
 
 
-def missing_commands(report: Report, runs: Path, seed: str = results.SEED) -> list[str]:
-    """Commands that train the further seeds which open comparisons need, on both sides.
+def missing_commands(report: Report, runs: Path, data: Path, seed: str = results.SEED) -> list[str]:
+    """Commands that train the further seeds which open comparisons need, on both sides. Seeds that one side already
+    has are used first.
 
     Raises:
         ConfigError: a run has a parent, which can differ between seeds.
     """
     open_comparisons = [each for each in report.comparisons if each.verdict == SAME and each.more_seeds]
     families = [report.base, *(each.candidate for each in open_comparisons)] if open_comparisons else []
-    used_seeds = [row.get(seed) for family in families for row in family.rows]
-    first = max((value for value in used_seeds if isinstance(value, int)), default=-1) + 1
+    seeds_of = {id(family): [row.get(seed) for row in family.rows] for family in families}
+    counts = Counter(value for used_seeds in seeds_of.values() for value in used_seeds if isinstance(value, int))
+    shared_first = sorted(counts, key=lambda value: (-counts[value], value))
+    order = [*shared_first, *range(max(shared_first, default=-1) + 1, MAX_SEEDS + len(shared_first))]
     commands = []
     for family in families:
         if any(key.endswith("exp_id") and key != "exp_id" for key in family.rows[0]):
@@ -202,10 +208,16 @@ def missing_commands(report: Report, runs: Path, seed: str = results.SEED) -> li
                 f"--run-missing: {family.rows[0]['exp_id']} has a parent, which can differ between seeds. "
                 "Add seeds to its group in exp_configs.py."
             )
-        count = max(each.more_seeds or 0 for each in open_comparisons if family in (report.base, each.candidate))
-        seeds = ",".join(map(str, range(first, first + count)))
-        name = family.rows[0]["exp_id"]
-        commands.append(f"python trainval.py --exp_id {name} --set {seed}={seeds} -sb {shlex.quote(str(runs))}")
+        count = max(
+            each.pairs + (each.more_seeds or 0)
+            for each in open_comparisons
+            if any(family is side for side in (report.base, each.candidate))
+        )
+        missing = [str(value) for value in order[:count] if value not in seeds_of[id(family)]]
+        if not missing:
+            continue
+        words = ["python", "trainval.py", "--exp_id", family.rows[0]["exp_id"], "--set", f"{seed}={','.join(missing)}"]
+        commands.append(shlex.join([*words, "-sb", str(runs), "--data_path", str(data)]))
     return commands
 
 
@@ -303,6 +315,14 @@ def _parser() -> argparse.ArgumentParser:
         "--run-missing",
         action="store_true",
         help="print only the commands that train the missing seeds, one per line, to pipe to sh",
+    )
+    parser.add_argument(
+        "-d",
+        "--data_path",
+        type=Path,
+        default=Path("results/data"),
+        metavar="DIR",
+        help="prepared data sets, for the commands of --run-missing (default: %(default)s)",
     )
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the text to this file")
     return parser

@@ -108,7 +108,7 @@ def find_steps(
             verdict = OTHER  # a seed ended in NaN
         elif best:
             try:
-                comparability.require_same_evaluation(best[-1], family, metric != comparability.PER_BYTE)
+                comparability.require_same_evaluation(best[-1], family, metric)
                 (result,) = compare(best[-1], [family], metric, lowest, min_effect)
                 difference, verdict = result.difference, result.verdict
             except ConfigError as error:

@@ -45,6 +45,11 @@ class Dataset(Protocol):
         ...
 
 
+def content_of(data: Dataset) -> str:
+    """Digest of the content alone, without options: `data.content` of data sets that have it, else the fingerprint."""
+    return getattr(data, "content", data.fingerprint)
+
+
 @runtime_checkable
 class MeasuredDataset(Dataset, Protocol):
     """A data set that knows the length of a sample without building it."""

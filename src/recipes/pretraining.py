@@ -98,7 +98,7 @@ def train_on_text(recipe: TrainingRecipe, run: Run, how: TextTraining) -> None:
     """Train or evaluate. Collective.
 
     Scores: train_loss, val_loss (nats per token), val_perplexity, val_bits_per_byte, the val_loss of each part of a
-    mixture, and the recipe's own. The last evaluation writes `evaluation.validation_record`.
+    mixture, and the recipe's own.
     """
     import torch
 
@@ -129,7 +129,8 @@ def train_on_text(recipe: TrainingRecipe, run: Run, how: TextTraining) -> None:
         table = None if token_bytes is None else token_bytes.to(accelerator.device)
         scorer = Scorer(model, tokenizer, loss, recipe.micro_batch, accelerator.device, how.accuracy, count, table)
         summing = replace(scorer, loss=recipe.in_chunks(loss))
-        parts = {name: summing.loss_sums(part, samples) for name, part in val_parts.items()}
+        of_tokens = None if reported_sums or how.count else samples  # else the loss is no mean over tokens
+        parts = {name: summing.loss_sums(part, of_tokens) for name, part in val_parts.items()}
         whole = LossSums.total(parts.values())
         scores = {"val_loss": whole.loss}
         if not reported_sums:
@@ -145,15 +146,9 @@ def train_on_text(recipe: TrainingRecipe, run: Run, how: TextTraining) -> None:
             scores |= {f"val_loss/{name}": part.loss} if name else {}
         return scores | (how.more_scores(val, scorer) if how.more_scores else {})
 
-    def evaluate_last(accelerator: Any, step: int) -> dict[str, float]:
-        samples: list[SampleSums] = []
-        scores = evaluate(accelerator, samples)
-        validation_record.write(run, step, val_parts, samples)
-        return scores
-
     about = CheckpointMetadata(resolved_dict(recipe.model), tokenizer)
     finish = None if recipe.loop else lambda _: {}
-    last = None if reported_sums or how.count else evaluate_last  # else the loss is no mean over tokens
+    last = validation_record.recorded(run, val_parts, evaluate)
     spec = TrainSpec(
         model, about, train, inputs, recipe.training_loss(), evaluate, finish, count=count, evaluate_last=last
     )

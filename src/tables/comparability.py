@@ -17,8 +17,10 @@ from src.tables.results import SEED, Row, config_keys, spell
 
 PER_BYTE = "val_bits_per_byte"
 """The score that can be compared between tokenizers."""
-_EVALUATION_KEYS = ("answers", "gains", "inference", "sampled")
-"""Parts of an experiment that set how its model is evaluated, in addition to keys that start with "val_"."""
+LOSSES = (PER_BYTE, "val_loss", "val_perplexity")
+"""Scores of the text of the validation data, which no setting of generated answers changes."""
+_ANSWER_KEYS = ("answers", "gains", "inference", "sampled")
+"""Parts of an experiment that set how its answers are scored. Keys that start with "val_" choose validation data."""
 _CONTENT = "content of "
 """Start of the names of digests of prepared data, which both splits have. Experiments can read different data, but data
 of one name must be equal."""
@@ -70,18 +72,16 @@ def families(rows: Iterable[Row], all_rows: Sequence[Row], folder: Path, seed: s
     return [Family(members, folder) for members in groups.values()]
 
 
-def require_same_evaluation(base: Family, candidate: Family, per_token: bool) -> list[str]:
-    """Check that two families were evaluated on the same data with the same code. Returns warnings about facts that no
-    run has recorded.
-
-    per_token: whether the metric is a mean over tokens, so that the tokenizer must be the same.
+def require_same_evaluation(base: Family, candidate: Family, metric: str) -> list[str]:
+    """Check that two families were evaluated on the same data with the same code, as far as `metric` depends on it.
+    Returns warnings about facts that no run has recorded.
 
     Raises:
         ConfigError: a fact differs, within a family or between them. Names two runs and the fact.
     """
-    warnings = []
+    warnings, per_token = [], metric != PER_BYTE
     runs = [*((base, run) for run in base.runs), *((candidate, run) for run in candidate.runs)]
-    facts = [(run.name, _evaluation_facts(family, run)) for family, run in runs]
+    facts = [(run.name, _evaluation_facts(family, run, metric)) for family, run in runs]
     for name in dict.fromkeys(name for _, of_run in facts for name in of_run):
         if name == "tokenizer" and not per_token:
             continue
@@ -104,7 +104,7 @@ def require_same_evaluation(base: Family, candidate: Family, per_token: bool) ->
         (run, sum(record.get("bytes", record["tokens"])))
         for family in (base, candidate)
         for run, record in family.records.items()
-        if ("bytes" in record) or per_token
+        if "bytes" in record or (per_token and record["tokens"])
     ]
     smallest, largest = (choose(sizes, key=lambda pair: pair[1], default=("", 1)) for choose in (min, max))
     if largest[1] > _MAX_COVERAGE_RATIO * smallest[1]:
@@ -115,7 +115,7 @@ def require_same_evaluation(base: Family, candidate: Family, per_token: bool) ->
     return warnings
 
 
-def _evaluation_facts(family: Family, run: SavedRun) -> dict[str, Any]:
+def _evaluation_facts(family: Family, run: SavedRun, metric: str) -> dict[str, Any]:
     """The evaluation of a run by name; None for unknown facts."""
     row = next(row for row in family.rows if row["exp_id"] == run.name)
     record = family.records.get(run.name)
@@ -123,7 +123,7 @@ def _evaluation_facts(family: Family, run: SavedRun) -> dict[str, Any]:
     settings = {
         key: row[key]
         for key in config_keys(row)
-        if key.split(".")[0] in _EVALUATION_KEYS or key.rpartition(".")[2].startswith("val_")
+        if key.rpartition(".")[2].startswith("val_") or (metric not in LOSSES and key.split(".")[0] in _ANSWER_KEYS)
     }
     return {
         "evaluation code": run.env.get("evaluation_code"),

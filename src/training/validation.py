@@ -76,18 +76,6 @@ Count = Callable[[Mapping[str, Tensor]], float]
 """Divisor of the summed loss of a batch; see `TrainSpec.count`."""
 
 
-def mean_loss(
-    model: nn.Module,
-    dataset: Dataset,
-    loss: Loss,
-    batch_size: int,
-    device: torch.device,
-    count: Count = count_loss_tokens,
-) -> float:
-    """Loss in nats per scored token, or per unit of `count`; see `measure`."""
-    return measure(model, dataset, loss, batch_size, device, count=count).loss
-
-
 class SampleSums(NamedTuple):
     """Sums over the scored tokens of one sample."""
 

@@ -9,6 +9,7 @@ with its own order and masks. The validation split has every sample of every par
 import hashlib
 import json
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 from pydantic import Field, field_validator, model_validator
@@ -19,7 +20,7 @@ from src.data.parts import CollatedDataset, CountedConfig, PartsConfig, part_see
 from src.errors import DataError
 from src.experiments.config import Config as StrictConfig
 from src.experiments.config import Places, unknown_text
-from src.experiments.dataset_protocols import Dataset, MeasuredDataset
+from src.experiments.dataset_protocols import Dataset, MeasuredDataset, content_of
 from src.experiments.interfaces import DatasetConfig, DatasetField
 
 if TYPE_CHECKING:
@@ -199,9 +200,10 @@ class MixtureDataset:
         """counts: samples of each part in an epoch.
         seed: seed of the order of each part; None: unshuffled, part by part."""
         self.parts, self.shuffle = parts, shuffle
-        self.fingerprint = hashlib.sha256(
-            json.dumps({name: part.fingerprint for name, part in parts.items()}).encode()
-        ).hexdigest()
+        self.fingerprint, self.content = (
+            hashlib.sha256(json.dumps({name: digest(part) for name, part in parts.items()}).encode()).hexdigest()
+            for digest in (attrgetter("fingerprint"), content_of)
+        )
         self.sources = list(parts)
         """Names under which the losses are logged."""
         self._counts = counts

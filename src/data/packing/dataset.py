@@ -15,7 +15,7 @@ from src.data.text.documents import TextConfig
 from src.errors import ConfigError, DataError
 from src.experiments.batches import PackedBatch
 from src.experiments.config import Places, drop_absences
-from src.experiments.dataset_protocols import Dataset, MeasuredDataset
+from src.experiments.dataset_protocols import Dataset, MeasuredDataset, content_of
 from src.experiments.interfaces import Architecture, DatasetConfig, DatasetField, require_fit
 from src.experiments.kinds import DECODER
 from src.runs.history.branches import Branch
@@ -130,7 +130,7 @@ class PackedDataset:
     for one first piece."""
 
     def __init__(self, config: Config, documents: Dataset) -> None:
-        self.config, self.documents = config, documents
+        self.config, self.documents, self.content = config, documents, content_of(documents)
         options = drop_absences(config.model_dump(mode="json", exclude={"documents"}), config)
         self.fingerprint = hashlib.sha256(
             json.dumps([documents.fingerprint, options], sort_keys=True).encode()
@@ -202,7 +202,7 @@ class PackedRows:
     """The documents of one epoch, packed once for evaluation: rows by index, the same for every seed."""
 
     def __init__(self, packed: PackedDataset) -> None:
-        self.fingerprint = packed.fingerprint
+        self.fingerprint, self.content = packed.fingerprint, packed.content
         self._packed = packed
         self._rows = pack_epoch(packed.packing(seed=0))
 

@@ -47,7 +47,7 @@ class Config(documents.TextConfig):
         """
         text = documents.read(places, self.corpus, tokenizer, split)
         rows = documents.PackedRows(text, self.sequence_tokens, self.max_samples(split))
-        return TextDataset(rows, text.fingerprint, self.shuffle, text.eos_id if self.separate_documents else None)
+        return TextDataset(rows, text, self.shuffle, separate=self.separate_documents)
 
 
 class Sample(TypedDict):
@@ -63,12 +63,10 @@ class Sample(TypedDict):
 class TextDataset:
     """Sequences of one length; the same in every epoch."""
 
-    def __init__(
-        self, rows: documents.PackedRows, fingerprint: str, shuffle: Shuffle, eos_id: int | None = None
-    ) -> None:
-        """eos_id: the end token if documents are separated, else None."""
-        self.fingerprint, self.shuffle = fingerprint, shuffle
-        self._rows, self._eos_id = rows, eos_id
+    def __init__(self, rows: documents.PackedRows, text: documents.Documents, shuffle: Shuffle, separate: bool) -> None:
+        """separate: whether documents do not attend to each other."""
+        self.fingerprint, self.content, self.shuffle = text.fingerprint, text.content, shuffle
+        self._rows, self._eos_id = rows, text.eos_id if separate else None
 
     def __len__(self) -> int:
         """Sequences in one epoch."""

@@ -175,10 +175,12 @@ def _check_tokenizer(folder: Path, facts: dict[str, Any], fingerprint: str, eos_
 class Documents:
     """Documents of one split, in order. `documents[i]` is (tokens,) int32, without the end token."""
 
-    def __init__(self, shards: Sequence[token_files.Shard], eos_id: int, fingerprint: str, path: Path) -> None:
-        """path: for error messages."""
+    def __init__(
+        self, shards: Sequence[token_files.Shard], eos_id: int, fingerprint: str, path: Path, content: str | None = None
+    ) -> None:
+        """path: for error messages. content: digest of the text, if it is not the fingerprint."""
         self.eos_id = eos_id
-        self.fingerprint = fingerprint
+        self.fingerprint, self.content = fingerprint, content or fingerprint
         self.path = path
         self._shards = shards
         self._first_documents = [0, *accumulate(len(shard.ends) - 1 for shard in shards)]
@@ -227,7 +229,8 @@ class StoredDocuments(Documents):
     def __init__(self, folder: Path, split: str, eos_id: int) -> None:
         """Raise DataError if a file is missing or damaged."""
         self._split = split
-        super().__init__(token_files.open_split(folder, split), eos_id, jsonl.fingerprint(folder), folder)
+        content = token_files.source_digest(token_files.require(folder, [split]), split)
+        super().__init__(token_files.open_split(folder, split), eos_id, jsonl.fingerprint(folder), folder, content)
 
     def __getstate__(self) -> tuple[Path, str, int, str]:
         return self.path, self._split, self.eos_id, self.fingerprint

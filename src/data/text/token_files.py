@@ -6,8 +6,10 @@ int64: 0, then the position in NAME.ids after each document's end token. The man
 order, and the tokenizer that made them.
 """
 
+import hashlib
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -73,6 +75,20 @@ def require(folder: Path, splits: Sequence[str] = jsonl.SPLITS) -> dict[str, Any
             f"{folder}: the manifest does not describe token files: {type(bad).__name__} {bad}. {AGAIN}"
         ) from None
     return manifest
+
+
+def source_digest(manifest: Mapping[str, Any], split: str) -> str | None:
+    """Digest of the text of a split before its tokenization, so that it is equal for all tokenizers; None if its
+    sources are not recorded."""
+    made_from = manifest.get("made_from", {})
+    options = {name: made_from.get("options", {}).get(name) for name in ("text_field", "documents_by", "val_rate")}
+    sources = [
+        {name: value for name, value in source.items() if name != "name"}
+        for source in made_from.get("sources", [])
+        if options["val_rate"] or source["split"] == split
+    ]
+    text = json.dumps([split, options, sources], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest() if sources else None
 
 
 def open_split(folder: Path, split: str) -> list[Shard]:

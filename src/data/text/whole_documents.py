@@ -57,7 +57,7 @@ class WholeDocuments:
 
     def __init__(self, text: documents.Documents, indices: Sequence[int], most: int | None, shuffle: Shuffle) -> None:
         """indices: numbers of the documents in `text`. most: maximum number of tokens of a document."""
-        self.fingerprint, self.shuffle = text.fingerprint, shuffle
+        self.fingerprint, self.content, self.shuffle = text.fingerprint, text.content, shuffle
         self._documents, self._indices, self._most = text, indices, most
 
     def __len__(self) -> int:

@@ -156,7 +156,7 @@ def train_policy(recipe: TrainingRecipe, run: Run, scoring: Scoring, method: Pol
     import torch
 
     from src.data.text import tokenizers
-    from src.evaluation import generation, sampled
+    from src.evaluation import generation, sampled, validation_record
     from src.systems.assistants.rl.experience import Experience, Recorder
     from src.systems.assistants.rl.policy import Generation
     from src.systems.assistants.rl.reference import build_reference, find_reference_server
@@ -221,7 +221,7 @@ def train_policy(recipe: TrainingRecipe, run: Run, scoring: Scoring, method: Pol
     )
     train.fill = experience.roll_out
 
-    def evaluate(accelerator: Any) -> dict[str, float]:
+    def evaluate(accelerator: Any, _: Any = None) -> dict[str, float]:
         generator = generation.AnswerGenerator(model, val, tokenizer, recipe.micro_batch, accelerator.device)
         scores = generation.evaluate(scoring.answers, generator) if scoring.answers else {}
         return scores | (sampled.evaluate(scoring.sampled, generator) if scoring.sampled else {})
@@ -229,7 +229,16 @@ def train_policy(recipe: TrainingRecipe, run: Run, scoring: Scoring, method: Pol
     about = CheckpointMetadata(resolved_dict(recipe.model), tokenizer)
     loss = with_facts(method, scoring)
     spec = TrainSpec(
-        model, about, train, inputs, loss, evaluate, count=method.count, experience=experience, dropout=False
+        model,
+        about,
+        train,
+        inputs,
+        loss,
+        evaluate,
+        count=method.count,
+        experience=experience,
+        dropout=False,
+        evaluate_last=validation_record.recorded(run, {"": val}, evaluate),
     )
     fit(spec, run, recipe.loop, recipe.seed)
 

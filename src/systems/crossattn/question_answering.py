@@ -67,13 +67,13 @@ def train_on_questions(
     import torch
 
     from src.data.text import tokenizers
-    from src.evaluation import generation
+    from src.evaluation import generation, validation_record
     from src.evaluation.inference import make, prepare
     from src.systems.crossattn.data import row_index
     from src.training.checkpointing.checkpoint import CheckpointMetadata
     from src.training.spec import TrainSpec
     from src.training.state import fingerprints
-    from src.training.validation import mean_loss
+    from src.training.validation import SampleSums, measure
 
     data, batch_size = recipe.data, recipe.micro_batch
     assert isinstance(data, RowsConfig), "the validator has checked its name"
@@ -92,10 +92,10 @@ def train_on_questions(
         train = data.build(run.places, tokenizer, "train", recipe.seed) if recipe.loop else val
         inputs = fingerprints(run, train, tokenizer, recipe.model.fingerprint(run.places))
 
-    def evaluate(accelerator: Any) -> dict[str, float]:
+    def evaluate(accelerator: Any, samples: list[SampleSums] | None = None) -> dict[str, float]:
         scores = {
-            name: mean_loss(model, split, recipe.in_chunks(loss), batch_size, accelerator.device)
-            for name, split in zip(VAL_LOSSES, (val, shuffled), strict=True)
+            name: measure(model, split, recipe.in_chunks(loss), batch_size, accelerator.device, samples=into).loss
+            for name, split, into in zip(VAL_LOSSES, (val, shuffled), (samples, None), strict=True)
             if split is not None
         }
         if answers:
@@ -119,4 +119,6 @@ def train_on_questions(
         return scores
 
     about = CheckpointMetadata(resolved_dict(recipe.model), tokenizer)
-    recipe.fit_or_evaluate(TrainSpec(model, about, train, inputs, recipe.training_loss(), evaluate, finish), run)
+    last = validation_record.recorded(run, {"": val}, evaluate)
+    spec = TrainSpec(model, about, train, inputs, recipe.training_loss(), evaluate, finish, evaluate_last=last)
+    recipe.fit_or_evaluate(spec, run)

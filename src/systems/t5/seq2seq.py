@@ -151,13 +151,14 @@ class Config(TrainingRecipe):
         import torch
 
         from src.data.text import tokenizers
+        from src.evaluation import validation_record
         from src.evaluation.predictions import TaskSplit, make, task_scores
         from src.evaluation.ranking import TaskPredictor
         from src.training.checkpointing.checkpoint import CheckpointMetadata
         from src.training.loss import seq2seq_loss
         from src.training.spec import TrainSpec
         from src.training.state import fingerprints
-        from src.training.validation import mean_loss
+        from src.training.validation import SampleSums, measure
 
         batch_size, best = self.micro_batch, self.predictions is not None and self.predictions.checkpoint == "best"
         torch.manual_seed(self.seed)
@@ -177,7 +178,7 @@ class Config(TrainingRecipe):
             train = self.data.build(run.places, tokenizer, "train", self.seed) if self.loop else val[0]
             inputs = fingerprints(run, train, tokenizer, self.model.fingerprint(run.places))
 
-        def evaluate(accelerator: Any) -> dict[str, float]:
+        def evaluate(accelerator: Any, samples: list[SampleSums] | None = None) -> dict[str, float]:
             predictor, scores_by_task = (
                 TaskPredictor(model, tokenizer, self.answers, batch_size, accelerator.device),
                 {},
@@ -185,7 +186,7 @@ class Config(TrainingRecipe):
             for data in val:
                 texts = [text for batch in predictor.batches(data, range(len(data))) for text in batch]
                 scores = task_scores(data.task, [data.prediction(i, text) for i, text in enumerate(texts)])
-                scores[LOSS] = mean_loss(model, data, seq2seq_loss, batch_size, accelerator.device)
+                scores[LOSS] = measure(model, data, seq2seq_loss, batch_size, accelerator.device, samples=samples).loss
                 if data.task.task.kind == "text":
                     scores[PERPLEXITY] = float(torch.tensor(scores[LOSS]).exp())
                 scores_by_task[data.task.name] = scores
@@ -209,7 +210,9 @@ class Config(TrainingRecipe):
             return scores
 
         about = CheckpointMetadata(resolved_dict(self.model), tokenizer)
-        spec = TrainSpec(model, about, train, inputs, self.training_loss(), evaluate, finish, finish_with_best=best)
+        last = validation_record.recorded(run, {data.task.name: data for data in val}, evaluate)
+        loss = self.training_loss()
+        spec = TrainSpec(model, about, train, inputs, loss, evaluate, finish, finish_with_best=best, evaluate_last=last)
         self.fit_or_evaluate(spec, run)
 
 

@@ -13,7 +13,10 @@ from data_prep.tokenize import Options, tokenise
 from src.data.text import tokenizers
 from src.data.text.tokenizers import SafeTokenizer
 from src.evaluation import validation_record
+from src.experiments.config import Places
+from src.experiments.dataset_protocols import content_of
 from src.experiments.identity import exp_id
+from src.experiments.interfaces import load_experiment
 from src.runs.context import Run
 from tests import toy
 
@@ -72,9 +75,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         byte_tokenizer(size).save_pretrained(folder / "data" / f"bytes{size}")
         manifest = {"files": {"tokenizer.json": {}}}
         (folder / "data" / f"bytes{size}" / "manifest.json").write_text(json.dumps(manifest))
-    with toy.new_directory(folder / "data" / "lines") as corpus:
-        for split, texts in TEXTS.items():
-            (corpus / f"{split}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    for name, end in (("lines", ""), ("more_lines", "#")):
+        with toy.new_directory(folder / "data" / name) as corpus:
+            for split, texts in TEXTS.items():
+                rows = [json.dumps({"text": text + end}) + "\n" for text in texts]
+                (corpus / f"{split}.jsonl").write_text("".join(rows))
     return folder
 
 
@@ -128,6 +133,27 @@ def test_data_with_the_score(folder: Path, data: dict[str, Any]):
     assert row["val_bits_per_byte"] == pytest.approx(bits / sum(record["bytes"]), rel=1e-5)
     text = sum(len(text.encode()) for text in TEXTS["val"])
     assert 0.7 * text < sum(record["bytes"]) / len(data.get("parts", "a")) < text
+
+
+def test_validation_data_are_equal_if_the_text_is(folder: Path):
+    """With other lengths, packing and tokenizers, of token files too; not with another text."""
+    for size in (257, 300):
+        for name, corpus in (("files", "lines"), ("others", "more_lines")):
+            if not (folder / "data" / f"{name}{size}").exists():
+                tokenise(folder / "data", Options(f"{name}{size}", f"bytes{size}", corpus=corpus))
+    packed = {"name": "packed", "documents": {"name": "documents", "corpus": "lines"}, "sequence_tokens": 256}
+
+    def content(tokenizer: str, data: dict[str, Any]) -> str:
+        places = Places(folder / "data", folder / "runs")
+        recipe = load_experiment(experiment(tokenizer, data), "here")
+        return content_of(recipe.data.build(places, tokenizers.load(places.data / tokenizer), "val", 0))
+
+    rows = content("bytes300", LINES)
+    assert rows == content("bytes257", {**LINES, "sequence_tokens": 64}) == content("bytes257", packed)
+    assert rows != content("bytes300", {**LINES, "corpus": "more_lines"})
+    files = [content(f"bytes{size}", {**LINES, "corpus": f"files{size}"}) for size in (257, 300)]
+    others = [content(f"bytes{size}", {**LINES, "corpus": f"others{size}"}) for size in (257, 300)]
+    assert files[0] == files[1] != others[0] == others[1]
 
 
 def test_word_tokenizers_have_no_score(folder: Path):

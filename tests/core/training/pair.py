@@ -24,7 +24,7 @@ from src.runs.context import Limits, Options
 from src.support import distributed
 from src.training.config import LoopConfig
 from src.training.stopping import stop_conditions
-from src.training.validation import mean_loss
+from src.training.validation import measure
 from tests.core.training import small
 from tests.core.training.divergence.test_guard import config as diverging
 from tests.core.training.divergence.test_guard import spoil
@@ -137,7 +137,7 @@ BATCHES = 4
 
 def evaluate_with(loss: Learn) -> float:
     """The loss of a model that stays as it is."""
-    return mean_loss(small.Line(), small.Numbers(), loss, 32 // (2 * BATCHES), small.torch.device("cpu"))
+    return measure(small.Line(), small.Numbers(), loss, 32 // (2 * BATCHES), small.torch.device("cpu")).loss
 
 
 def divergence(folder: Path, **actions: Any) -> list[End]:

@@ -9,7 +9,7 @@ from torch import nn
 
 from src.errors import TrainingError
 from src.training.loss import cross_entropy, seq2seq_loss, watch_groups
-from src.training.validation import SampleSums, mean_loss, measure
+from src.training.validation import SampleSums, measure
 
 
 def test_z_loss_adds_the_squared_logarithm_of_the_softmax_denominator_where_something_is_learned():
@@ -88,7 +88,7 @@ def test_accuracy_is_the_share_of_learned_tokens_that_are_likeliest(batch_size: 
     batches' means)."""
     sums = measure(Echo(), Pairs(), seq2seq_loss, batch_size, torch.device("cpu"), accuracy=True)
     assert (sums.loss, sums.accuracy) == pytest.approx(((2 * math.log(2) + 4 * math.log(6)) / 6, 2 / 6))
-    assert mean_loss(Echo(), Pairs(), seq2seq_loss, batch_size, torch.device("cpu")) == pytest.approx(sums.loss)
+    assert measure(Echo(), Pairs(), seq2seq_loss, batch_size, torch.device("cpu")).loss == pytest.approx(sums.loss)
 
 
 def test_a_loss_of_pairs_is_measured_by_the_pair():
@@ -97,7 +97,7 @@ def test_a_loss_of_pairs_is_measured_by_the_pair():
     )
     assert (sums.loss, sums.accuracy) == pytest.approx(((2 * math.log(2) + 4 * math.log(6)) / 3, 2 / 6))
     with pytest.raises(TrainingError, match="no scored tokens"):
-        mean_loss(Echo(), Pairs(), seq2seq_loss, 2, torch.device("cpu"), count=lambda _: 0)
+        measure(Echo(), Pairs(), seq2seq_loss, 2, torch.device("cpu"), count=lambda _: 0)
 
 
 def test_losses_by_group_by_hand():

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -197,7 +198,24 @@ def test_number_of_missing_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert len(commands) == 2
     for command, names in zip(commands, (base, other), strict=True):
         assert command.split()[3] in names
-        assert command.endswith(f"--set seed={seeds} -sb {tmp_path}")
+        assert command.endswith(f"--set seed={seeds} -sb {tmp_path} --data_path results/data")
+
+
+def test_missing_seeds_are_first_those_of_the_other_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Seeds 0 to 2 of the base, 0 to 4 of the candidate: the base gets 3 and 4 before both get new ones."""
+    base, other = add(tmp_path, 0.1, [1.0, 1.0, 1.0]), add(tmp_path, 0.2, [1.0, 1.1, 1.2, 1.1, 1.1])
+    words = ["rate0.1", "rate0.2", "--runs", str(tmp_path), "--run-missing", "-d", "some data", "--min-effect"]
+    for effect, of_base, of_other in (("0.11", [3, 4, 5], [5]), ("0.13", [3, 4], None)):
+        assert compare.main([*words, effect, "--json"]) == 0
+        content = json.loads(capsys.readouterr().out)
+        (candidate,) = content["candidates"]
+        assert candidate["pairs"] + candidate["more_seeds"] == len([*range(3), *of_base])
+        commands = [shlex.split(each) for each in content["commands"]]
+        for command, ids, seeds in zip(commands, (base, other), (of_base, of_other), strict=False):
+            assert command[3] in ids
+            places = ["-sb", str(tmp_path), "--data_path", "some data"]
+            assert command[4:] == ["--set", f"seed={','.join(map(str, seeds or []))}", *places]
+        assert len(commands) == 1 + (of_other is not None)
 
 
 def test_holm_corrects_for_several_candidates(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -261,7 +279,7 @@ def test_parents_of_each_seed_are_one_experiment(tmp_path: Path, capsys: pytest.
     [
         ({"data": "other"}, "validation data"),
         ({"code": "other"}, "evaluation code"),
-        ({"inference": {"metrics": ["em"]}}, "settings of the evaluation"),
+        ({"data_settings": {"val_samples": 3}}, "settings of the evaluation"),
         ({"nats": [1.0] * 9}, "amount of validation text"),
     ],
 )
@@ -272,6 +290,13 @@ def test_other_evaluations_are_refused(
     message = refusal(capsys, tmp_path, "rate0.1", "rate0.2")
     assert fact in message
     assert sum(name in message for name in [*base, *other]) == 2
+
+
+def test_settings_of_answers_concern_scores_of_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    add(tmp_path, 0.1, BASE)
+    add(tmp_path, 0.2, [0.8, 0.9, 1.0], inference={"metrics": ["em"]})
+    assert report(capsys, tmp_path, "rate0.1", "rate0.2")["candidates"][0]["verdict"] == "better"
+    assert "settings of the evaluation" in refusal(capsys, tmp_path, "rate0.1", "rate0.2", "--metric", "em")
 
 
 @pytest.mark.parametrize("words", [("rate0.9", "rate0.1"), ("recipe == 'toy'", "rate0.1"), ("rate0.1", "rate0.1")])

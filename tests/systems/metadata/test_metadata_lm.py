@@ -14,6 +14,7 @@ from src.data.orders import RankShare, order_of
 from src.data.text import tokenizers
 from src.errors import ConfigError
 from src.experiments.config import Places
+from src.experiments.dataset_protocols import content_of
 from src.experiments.grid import override
 from src.experiments.identity import exp_id
 from src.experiments.interfaces import load_experiment
@@ -79,6 +80,21 @@ def rows_of(folder: Path, config: Any, processes: int, steps: int = 20) -> list[
             for g in share.numbers:
                 rows[step][g * 2 : g * 2 + 2] = [data.sample(*key) for key in next(stream).keys]
     return rows
+
+
+def test_content_is_that_of_the_documents_with_or_without_metadata(folder: Path):
+    """`results.compare` compares such validations."""
+    raw, places = WITH_GAINS["data"], Places(folder / "data", folder / "runs")
+    tokenizer = tokenizers.load(places.data / "toy_tokenizer")
+    settings = [{}, {"probability": 0.0}, {"with_metadata": False}, {"sequence_tokens": 24}]
+    data = [
+        load_experiment({**WITH_GAINS, "data": {**raw, **more}, "gains": None}, "here").data.build(
+            places, tokenizer, "val", 0
+        )
+        for more in settings
+    ]
+    assert len({each.fingerprint for each in data}) == len(settings)
+    assert len({content_of(each) for each in data}) == 1
 
 
 @pytest.mark.parametrize("open_rows", [0, 3])

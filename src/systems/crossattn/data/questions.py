@@ -105,7 +105,7 @@ class Questions:
 
     def __init__(self, rows: Sequence[Row], seed: int, name: str, fingerprint: str, contexts: str = "all") -> None:
         """contexts: which contexts of a row to read: "all", "useful" or "none"."""
-        self.fingerprint = fingerprint
+        self.fingerprint = self.content = fingerprint
         self.reads_contexts = contexts != "none"
         self._rows = rows
         self._seed = seed

@@ -112,7 +112,9 @@ class Documents:
             [shard.documents, shard.bytes, shard.sha256 or shard.etag, shard.index_digest] for shard in manifest.shards
         ]
         options = [rules.model_dump(mode="json"), images.config.model_dump(mode="json"), texts.digest]
-        self.fingerprint = hashlib.sha256(json.dumps([shard_facts, options]).encode()).hexdigest()
+        self.content, self.fingerprint = (
+            hashlib.sha256(json.dumps(facts).encode()).hexdigest() for facts in (shard_facts, [shard_facts, options])
+        )
         self._make_caches()
 
     def _make_caches(self) -> None:

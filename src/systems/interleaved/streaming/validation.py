@@ -47,7 +47,7 @@ class ValidationRows:
     def __init__(self, data: "StreamedDataset", names: Sequence[str], shuffled: bool = False) -> None:
         """names: sources to include. shuffled: replace each image by one of the same size from another document."""
         self.data, self.names, self.shuffled = data, names, shuffled
-        self.fingerprint = data.fingerprint
+        self.fingerprint, self.content = data.fingerprint, data.content
         max_documents = data.config.val_documents
         self._ranges = {
             name: range(data.first(source), data.first(source) + min(len(documents), max_documents or len(documents)))

@@ -165,7 +165,7 @@ class Documents:
 
     def __init__(self, config: Config, rows: jsonl.Rows, corpus: str, maker: ExampleMaker) -> None:
         """corpus: digest of the rows."""
-        self.config, self.maker, self._rows = config, maker, rows
+        self.config, self.maker, self.content, self._rows = config, maker, corpus, rows
         options = config.model_dump(mode="json", exclude={"corpus", "val_documents"})
         self.fingerprint = hashlib.sha256(json.dumps([corpus, options], sort_keys=True).encode()).hexdigest()
 
@@ -277,7 +277,7 @@ class MetadataBlocks:
 
     def __init__(self, documents: Documents, row_numbers: Sequence[int]) -> None:
         self.documents, self.row_numbers, self.config = documents, row_numbers, documents.config
-        self.fingerprint = documents.fingerprint
+        self.fingerprint, self.content = documents.fingerprint, documents.content
         by_document = (
             (number, documents.maker.pieces(documents[number], self.config.with_metadata)) for number in row_numbers
         )

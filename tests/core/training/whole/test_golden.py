@@ -112,6 +112,21 @@ def test_every_score_column_is_documented(measured_losses: tuple[Path, Any]):
     assert not {column for column in columns if not re.fullmatch(patterns, column)}
 
 
+def test_every_recipe_records_its_validation_data(measured_losses: tuple[Path, Any]):
+    with_samples = set()
+    for name, (exp,) in GROUPS.items():
+        run = measured_losses[0] / "runs" / exp_id(exp)
+        record = json.loads((run / "validation.json").read_text())
+        assert record["step"] == toy.rows(measured_losses[0], run.name)[-1]["step"], name
+        assert record["data"], name
+        assert len(record["nats"]) == len(record["tokens"]) == record["samples"], name
+        if record["samples"]:
+            with_samples.add(name)
+            loss = toy.rows(measured_losses[0], run.name)[-1]["val_loss"]
+            assert loss == pytest.approx(sum(record["nats"]) / sum(record["tokens"]), rel=1e-4), name
+    assert with_samples == GROUPS.keys() - {"reward", "dpo", "ppo", "grpo", "interleaved"}  # their losses differ
+
+
 def test_every_recipe_resumes_bit_exactly_after_a_kill(measured_losses: tuple[Path, Any]):
     """Parents too: what stands on them goes on although they have been trained anew."""
     folder, before = measured_losses[0], {}

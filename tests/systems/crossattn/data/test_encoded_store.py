@@ -12,6 +12,7 @@ from src.data.text import tokenizers
 from src.data.text.tokenizers import tokenizer_digest
 from src.errors import ConfigError, DataError
 from src.experiments.config import load
+from src.experiments.dataset_protocols import content_of
 from src.experiments.registry import MODELS, bind
 from src.files import write_json
 from src.systems.crossattn.data import cross_attention, encoded_store, templates
@@ -375,6 +376,7 @@ def test_batches_have_states_and_are_equal_except_for_them(encoded_corpus, place
         assert all(torch.equal(got[name], expected[name]) for name in expected)
         assert got.keys() == expected.keys()
     assert data.fingerprint != plain.fingerprint
+    assert content_of(data) == content_of(plain)
     assert (data.stored_bytes_per_token, plain.stored_bytes_per_token) == (D * 4, None)
     assert encoded_store.row_bytes({"hidden_size": D, "dtype": "bfloat16"}) == D * 2
 

@@ -16,6 +16,7 @@ from data_prep.interleaved.write import Document, Part, Writing, write
 from src.data.orders import RankShare
 from src.errors import ConfigError, DataError, UserError
 from src.experiments.config import Places
+from src.experiments.dataset_protocols import content_of
 from src.experiments.registry import DATASETS, bind
 from src.runs.history.branches import Branch
 from src.systems.interleaved.streaming import manifest, tar_index
@@ -61,6 +62,12 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 BOTH = {"pages": {"path": "pages"}, "more": {"path": "more"}}
+
+
+def test_content_is_that_of_the_documents(two: Path):
+    data, longer, other = open_data(two), open_data(two, sequence_tokens=96), open_data(two, sources=BOTH)
+    assert data.fingerprint != longer.fingerprint
+    assert content_of(data) == content_of(longer) != content_of(other)
 
 
 def test_row_has_complete_pages_with_frames_and_counts(two: Path):
