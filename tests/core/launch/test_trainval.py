@@ -24,6 +24,7 @@ from src.files import sha256
 from src.launch.arguments import parse
 from src.runs import plan
 from src.runs.run_dir import RunDir
+from src.runs.store import SavedRun
 from tests import toy
 from tests.systems.assistants import train_assistants
 
@@ -263,6 +264,11 @@ class TestPlans:
         assert toy.main(["-e", "g", "--steps", "2", "--set", "loop.weight_decay=0"], {"g": [SHORT]}, folder) == 0
         exp = changed(SHORT, loop__steps=2, loop__weight_decay=0.0)
         assert (folder / "runs" / exp_id(exp) / "exp_dict.json").exists()
+
+    def test_another_seed_of_a_run_is_in_its_groups(self, folder: Path):
+        assert toy.main(["-e", "g", "h"], {"g": [SHORT], "h": [SHORT]}, folder) == 0
+        assert toy.main(["--exp_id", exp_id(SHORT), "--set", "seed=7"], {}, folder) == 0
+        assert SavedRun(folder / "runs" / exp_id(SHORT | {"seed": 7})).groups == ["g", "h"]
 
     def test_set_takes_several_values_as_sweep_agents_give_them(self, folder: Path, capsys: pytest.CaptureFixture[str]):
         words = ["--set", "loop.steps=2", "loop.weight_decay=0.5", "--set", "seed=1", "--dry-run"]
