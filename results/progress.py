@@ -6,7 +6,9 @@ better. With -o FILE.png, also draws the picture.
 """
 
 import argparse
+import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +18,9 @@ from results import plot, report
 from results.compare import add_verdict_options
 from results.pages import markup
 from src.errors import ConfigError, RunError, print_errors
-from src.files import read_json
-from src.runs.store import ENV
+from src.files import ROOT, read_json
+from src.runs.code_version import Git
+from src.runs.store import ENV, SavedRun
 from src.support import documents
 from src.tables import comparability, results, run_arguments, statistics
 from src.tables.comparability import Family
@@ -71,6 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table, and write the picture. Returns the exit code."""
     options = run_arguments.parse(_parser(), arguments)
     rows, warnings = run_arguments.select(options)
+    rows = rows if options.branch is None else select_branch(rows, options.runs, options.branch)
     steps, remarks = find_steps(options.runs, rows, options.metric, options.lowest, options.min_effect)
     if options.output is not None:
         remarks += plot.save(draw(steps, options.metric), options.output)
@@ -123,6 +127,25 @@ def find_steps(
         facts = (changes, mean, interval, len(values), difference, verdict, is_accepted, best_mean)
         steps.append(Step(len(steps) + 1, ids, start, *facts))
     return steps, remarks
+
+
+def select_branch(rows: Sequence[results.Row], runs: Path, branch: str) -> list[results.Row]:
+    """The rows of runs with code of a git branch, or of a range of commits.
+
+    Raises:
+        ConfigError: there is no such branch or range, or no run is from it.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            commits = Git(ROOT, Path(scratch))("rev-list", "--end-of-options", branch, "--").decode().split()
+        except (OSError, subprocess.SubprocessError):
+            raise ConfigError(
+                f"--branch {branch}: not known to git in {ROOT}. Name a branch, or main..BRANCH."
+            ) from None
+    chosen_rows = [row for row in rows if SavedRun(runs / row["exp_id"]).env.get("commit") in set(commits)]
+    if not chosen_rows:
+        raise ConfigError(f"--branch {branch}: none of {len(rows)} runs has one of its {len(commits)} commits.")
+    return chosen_rows
 
 
 def _start(family: Family) -> tuple[str, str]:
@@ -198,6 +221,9 @@ def render(runs: Path, group: str) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m results.progress", description=__doc__)
     run_arguments.add(parser, output="also draw the picture into this file, such as progress.png")
+    parser.add_argument(
+        "--branch", metavar="NAME", help="only runs with code of this git branch, or of a range such as main..NAME"
+    )
     add_verdict_options(parser)
     return parser
 

@@ -1,11 +1,14 @@
 """The progress of a search: order, decisions, the picture and the page."""
 
+import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from results import progress
+from src.experiments.identity import exp_id
 from src.runs.run_dir import RunDir
 from src.tables import results
 
@@ -46,6 +49,33 @@ def test_each_experiment_is_compared_with_the_best_before_it(runs: Path):
     assert [step.seeds for step in steps] == [3, 3, 3, 3, 0]
     assert steps[3].difference == pytest.approx(0.1)
     assert steps[0].interval == pytest.approx(0.2484, abs=1e-4)  # t(2) * 0.1 / sqrt(3)
+
+
+def test_a_branch_selects_the_runs_of_its_commits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    commits = []
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c", *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    git("init", "-q", "-b", "trunk")
+    for number, branch in enumerate(("trunk", "search")):
+        git("checkout", "-q", "-B", branch)
+        git("commit", "-q", "--allow-empty", "-m", str(number))
+        commits.append(git("rev-parse", "HEAD"))
+        add(tmp_path / "runs", number, 0.1 + number, [1.0, 1.1, 1.2], commit=commits[-1])
+    monkeypatch.setattr(progress, "ROOT", tmp_path)
+    words = ["-r", str(tmp_path / "runs"), "--json", "--branch"]
+    for branch, rates in (("trunk", [0.1]), ("search", [0.1, 1.1]), ("trunk..search", [1.1])):
+        assert progress.main([*words, branch]) == 0
+        steps = json.loads(capsys.readouterr().out)["steps"]
+        for step, rate in zip(steps, rates, strict=True):
+            assert exp_id({"recipe": "toy", "seed": 0, "loop": {"learning_rate": rate}}) in step["exp_ids"]
+    for branch in ("missing", "trunk..trunk", "--all"):
+        assert progress.main([*words[:3], f"--branch={branch}"]) == 1
+        assert f"--branch {branch}:" in json.loads(capsys.readouterr().out)["error"]["where"] + ":"
 
 
 @pytest.mark.parametrize(("loss", "state"), [(float("nan"), "done"), (0.5, "failed")])
