@@ -19,7 +19,7 @@ MAX_ROWS = 4096
 """Maximum number of rows. With more samples, each row is the sum of consecutive samples."""
 
 
-def recorded(
+def evaluate_and_write(
     run: Run, parts: Mapping[str, Dataset], evaluate: Callable[["Accelerator", list[SampleSums] | None], Scores]
 ) -> "Callable[[Accelerator, int], Scores]":
     """For `TrainSpec.evaluate_last`: a function that evaluates and then writes the record of `parts`.

@@ -148,7 +148,7 @@ def train_on_text(recipe: TrainingRecipe, run: Run, how: TextTraining) -> None:
 
     about = CheckpointMetadata(resolved_dict(recipe.model), tokenizer)
     finish = None if recipe.loop else lambda _: {}
-    last = validation_record.recorded(run, val_parts, evaluate)
+    last = validation_record.evaluate_and_write(run, val_parts, evaluate)
     spec = TrainSpec(
         model, about, train, inputs, recipe.training_loss(), evaluate, finish, count=count, evaluate_last=last
     )

@@ -238,7 +238,7 @@ def train_policy(recipe: TrainingRecipe, run: Run, scoring: Scoring, method: Pol
         count=method.count,
         experience=experience,
         dropout=False,
-        evaluate_last=validation_record.recorded(run, {"": val}, evaluate),
+        evaluate_last=validation_record.evaluate_and_write(run, {"": val}, evaluate),
     )
     fit(spec, run, recipe.loop, recipe.seed)
 

@@ -119,6 +119,6 @@ def train_on_questions(
         return scores
 
     about = CheckpointMetadata(resolved_dict(recipe.model), tokenizer)
-    last = validation_record.recorded(run, {"": val}, evaluate)
+    last = validation_record.evaluate_and_write(run, {"": val}, evaluate)
     spec = TrainSpec(model, about, train, inputs, recipe.training_loss(), evaluate, finish, evaluate_last=last)
     recipe.fit_or_evaluate(spec, run)

@@ -210,7 +210,7 @@ class Config(TrainingRecipe):
             return scores
 
         about = CheckpointMetadata(resolved_dict(self.model), tokenizer)
-        last = validation_record.recorded(run, {data.task.name: data for data in val}, evaluate)
+        last = validation_record.evaluate_and_write(run, {data.task.name: data for data in val}, evaluate)
         loss = self.training_loss()
         spec = TrainSpec(model, about, train, inputs, loss, evaluate, finish, finish_with_best=best, evaluate_last=last)
         self.fit_or_evaluate(spec, run)

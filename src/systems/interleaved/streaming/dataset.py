@@ -201,7 +201,6 @@ class StreamedDataset:
         rates = [config.sources[name].model_dump(mode="json", exclude={"path"}) for name in sources]
         facts = [[documents.fingerprint for documents in self.documents], options, rates]
         self.fingerprint = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-        self.content = hashlib.sha256(json.dumps([each.content for each in self.documents]).encode()).hexdigest()
         self.weights = [config.sources[name].loss_weight for name in sources]
         shards = sum(len(documents.manifest.shards) for documents in self.documents)
         self.quarantine = Quarantine(config.errors, len(self), shards)

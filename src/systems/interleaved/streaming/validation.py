@@ -1,5 +1,7 @@
 """Validation rows with every document once, their questions, and both with images from other documents."""
 
+import hashlib
+import json
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -47,7 +49,10 @@ class ValidationRows:
     def __init__(self, data: "StreamedDataset", names: Sequence[str], shuffled: bool = False) -> None:
         """names: sources to include. shuffled: replace each image by one of the same size from another document."""
         self.data, self.names, self.shuffled = data, names, shuffled
-        self.fingerprint, self.content = data.fingerprint, data.content
+        self.fingerprint = data.fingerprint
+        of_sources = zip(data.source_names, data.documents, strict=True)
+        contents = [documents.content for name, documents in of_sources if name in names]
+        self.content = hashlib.sha256(json.dumps(contents).encode()).hexdigest()
         max_documents = data.config.val_documents
         self._ranges = {
             name: range(data.first(source), data.first(source) + min(len(documents), max_documents or len(documents)))
