@@ -123,7 +123,7 @@ def act(args: argparse.Namespace) -> int:
     problems = plan.find_problems(items, places, reset, pending_ids, args.micro_batch, target is None, store)
     messages = plan.merge_problems(problems, all_items)
     if args.dry_run:
-        memory = plan_memory(args, items, places) if args.memory else None
+        memory = plan_memory(args, items, places) if args.memory or args.cost else None
         return show(items, problems, messages, store, memory, places)
     if problems:
         raise ConfigError("\n".join(messages))
@@ -203,7 +203,7 @@ def show(
     problems: dict[str, list[str]],
     messages: Sequence[str],
     store: Any,
-    memory: tuple[list[Any], list[str], list[str]] | None,
+    memory: tuple[dict[str, Any], list[str], list[str]] | None,
     places: Any,
 ) -> int:
     """Print the plan, with the steps of budgets, and all problems; return exit code 1 if there is a problem. memory: of
@@ -216,7 +216,7 @@ def show(
     }
     done = sum(state == "done" and exp_id not in problems for exp_id, state in states.items())
     to_run = len(items) - len(problems) - done
-    plans, lines, mistakes = memory or ([], [], [])
+    plans, lines, mistakes = memory or ({}, [], [])
 
     def write() -> None:
         for item in items:
@@ -236,14 +236,17 @@ def show(
         for exp_id in [item.exp_id]
     ]
     counts = {"done": done, "to_run": to_run, "cannot_run": len(problems)}
-    documents.show("trainval.plan/1", {"experiments": experiments, **counts, "memory": plans}, write, errors)
+    documents.show(
+        "trainval.plan/1", {"experiments": experiments, **counts, "memory": [], "cost": [], **plans}, write, errors
+    )
     return 1 if errors else 0
 
 
 def plan_memory(
     args: argparse.Namespace, items: Sequence[Any], places: Any
-) -> tuple[list[dict[str, Any]], list[str], list[str]]:
-    """The estimated GPU memory and hours of each training, the same as lines, and mistakes of failed estimates."""
+) -> tuple[dict[str, Any], list[str], list[str]]:
+    """The estimated GPU memory, hours and cost of each training, the same as lines, and mistakes of failed
+    estimates."""
     from src.launch import memory_table
     from src.runs.plan import merge_mistakes, replace_micro_batch
 
@@ -251,10 +254,14 @@ def plan_memory(
         name: getattr(args, name) for name in ("fsdp", "fsdp_sharded_gradients", "deepspeed", "gradient_checkpointing")
     }
     machines |= {"gpus": args.gpus or 1, "gpu": args.gpu or "H100"}
+    machines["mfu"] = memory_table.read_mfu(args.mfu or "0.4", places.runs)
     plans, mistakes = memory_table.plan_all(
         [replace_micro_batch(item, args.micro_batch) for item in items], places, machines
     )
-    return memory_table.to_dicts(plans), memory_table.table(plans, machines), merge_mistakes(mistakes)
+    costs = memory_table.costs(plans, machines["gpus"], arguments.training_options(args, 1)) if args.cost else []
+    lines = memory_table.table(plans, machines) if args.memory else []
+    content = {"memory": memory_table.to_dicts(plans) if args.memory else [], "cost": costs}
+    return content, [*lines, *memory_table.cost_table(costs, machines)], merge_mistakes(mistakes)
 
 
 def submit(target: Any, args: argparse.Namespace, items: Sequence[Any], selected_ids: set[str], places: Any) -> int:

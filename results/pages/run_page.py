@@ -17,11 +17,10 @@ from src.evaluation.metrics.answers import GAIN, INFERENCE, WRONG
 from src.experiments.config import flatten
 from src.runs import jsonl_records, ledger
 from src.runs.scores import SCORES, Scores
-from src.runs.store import SavedRun
+from src.runs.store import PERF, SavedRun
 from src.runs.summary import Summary
 from src.tables import results, run_arguments
 
-PERF = "perf.jsonl"
 MAX_EVENTS = 200
 MAX_ANSWERS = 30
 _EVENT_COLUMNS = ("event", "when", "who", "id")

@@ -94,15 +94,12 @@ def make_parser(about: str, root: Path) -> argparse.ArgumentParser:
         action="store_true",
         help="check everything that can be checked, print the plan, and exit",
     )
-    what.add_argument(
-        "--memory",
-        action="store_true",
-        help="with --dry-run: also estimate GPU memory, tokens per second and hours; loads no weights",
-    )
-    what.add_argument("--gpus", type=int, metavar="N", help="with --memory: number of GPUs (default: 1)")
-    what.add_argument(
-        "--gpu", metavar="NAME", help='with --memory: GPU model, such as H100 or "RTX 4090" (default: H100)'
-    )
+    estimate, with_ = "with --dry-run: also estimate", "with --memory or --cost:"
+    what.add_argument("--memory", action="store_true", help=f"{estimate} GPU memory, tokens per second and hours")
+    what.add_argument("--cost", action="store_true", help=f"{estimate} tokens, GPU hours and bytes of checkpoints")
+    what.add_argument("--gpus", type=int, metavar="N", help=f"{with_} number of GPUs (default: 1)")
+    what.add_argument("--gpu", metavar="NAME", help=f'{with_} GPU model, such as H100 or "RTX 4090" (default: H100)')
+    what.add_argument("--mfu", metavar="X", help=f"{with_} share of the peak, or a run that measured it (default: 0.4)")
     _add_place(parser, root)
     _add_wandb(parser)
     return parser
@@ -328,10 +325,13 @@ def check(args: argparse.Namespace, processes: int) -> None:
 
 
 def _check_memory(args: argparse.Namespace) -> None:
-    if args.memory and not args.dry_run:
-        raise ConfigError("--memory: only for --dry-run. Add it.")
-    if not args.memory and (args.gpus is not None or args.gpu):
-        raise ConfigError("--gpus and --gpu: only for --memory. Add --dry-run --memory, or leave them out.")
+    is_planned = args.memory or args.cost
+    if is_planned and not args.dry_run:
+        raise ConfigError(f"{'--memory' if args.memory else '--cost'}: only for --dry-run. Add it.")
+    if not is_planned and (args.gpus is not None or args.gpu or args.mfu):
+        raise ConfigError(
+            "--gpus, --gpu and --mfu: only for --memory and --cost. Add --dry-run --cost, or leave them out."
+        )
     if args.memory and args.offload_activations:
         raise ConfigError("--memory: cannot estimate --offload_activations. Leave one of the two out.")
 

@@ -1,14 +1,22 @@
-"""The table of `--dry-run --memory`: estimated GPU memory and duration of each training."""
+"""The tables of `--dry-run --memory` and `--cost`: estimated GPU memory, duration and cost of each training."""
 
 import json
 import logging
+import re
+import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from src.errors import UserError
+from src.errors import ConfigError, UserError
 from src.experiments.config import Places
+from src.runs import jsonl_records
 from src.runs.plan import PlannedExperiment
+from src.runs.store import PERF, RunStore
 from src.support.command_line import aligned_lines
+
+if TYPE_CHECKING:
+    from src.runs.context import Options
 
 PARTS = ("weights", "gradients", "optimizer", "copies", "activations", "logits")
 """Keys of `parts` in a memory plan."""
@@ -19,10 +27,24 @@ LOOP_SETTINGS = (
 """Settings of the loop that a memory plan depends on."""
 
 
+class PlanOfRuns(NamedTuple):
+    """Experiments with equal plans."""
+
+    items: list[PlannedExperiment]
+    plan: Any
+    """Their `MemoryPlan`."""
+
+    @property
+    def where(self) -> str:
+        """Where the first one is, and the number of others."""
+        more = f" and {len(self.items) - 1} more" if len(self.items) > 1 else ""
+        return self.items[0].where + more
+
+
 def plan_all(
     items: Sequence[PlannedExperiment], places: Places, machines: Mapping[str, Any]
-) -> tuple[list[tuple[str, Any]], list[str]]:
-    """(experiments, their `MemoryPlan`), and error messages for experiments without a plan.
+) -> tuple[list[PlanOfRuns], list[str]]:
+    """The plans, and error messages for experiments without a plan.
 
     Experiments that train nothing are left out, unless none trains.
     """
@@ -35,25 +57,86 @@ def plan_all(
     for group in groups.values():
         recipe: Any = group[0].recipe
         try:
-            more = f" and {len(group) - 1} more" if len(group) > 1 else ""
-            plans.append((group[0].where + more, recipe.plan_memory(places, **machines)))
+            plans.append(PlanOfRuns(group, recipe.plan_memory(places, **machines)))
         except UserError as error:
             mistakes += [f"{group[0].where}: {line}" for line in str(error).splitlines()]
     return plans, mistakes
 
 
-def to_dicts(plans: Sequence[tuple[str, Any]]) -> list[dict[str, Any]]:
+def to_dicts(plans: Sequence[PlanOfRuns]) -> list[dict[str, Any]]:
     """The numbers of `table`."""
     names = ("parameters", "trained", "operations", "tokens_per_second", "hours")
     return [
         {
-            "where": where,
-            **{name: getattr(plan, name) for name in names},
-            "bytes": {**plan.parts, "total": plan.total},
-            "groups": plan.groups,
+            "where": each.where,
+            **{name: getattr(each.plan, name) for name in names},
+            "bytes": {**each.plan.parts, "total": each.plan.total},
+            "groups": each.plan.groups,
         }
-        for where, plan in plans
+        for each in plans
     ]
+
+
+def costs(plans: Sequence[PlanOfRuns], gpus: int, options: "Options") -> list[dict[str, Any]]:
+    """The cost of the runs of each plan together, and the last one of all: "where", "runs", "tokens", "operations",
+    "gpu_hours" and "checkpoint_bytes" at the end of the runs. Unknown numbers are None."""
+    rows: list[dict[str, Any]] = []
+    for each in plans:
+        plan, runs, checkpoints = each.plan, len(each.items), 0
+        for loop in (item.exp["loop"] for item in each.items):
+            intervals = options.save_intervals(loop["eval_every"])
+            saved_steps = {step for interval in intervals for step in range(interval, plan.steps + 1, interval)}
+            checkpoints += options.keep.count(sorted({*saved_steps, *loop.get("extra_eval_steps", ()), plan.steps}))
+        numbers = {
+            "where": each.where,
+            "runs": runs,
+            "tokens": plan.tokens * runs,
+            "operations": plan.operations and plan.operations * plan.steps * runs,
+            "gpu_hours": plan.hours and plan.hours * gpus * runs,
+            "checkpoint_bytes": plan.checkpoint_bytes * checkpoints,
+        }
+        rows.append(numbers)
+    names = ("runs", "tokens", "operations", "gpu_hours", "checkpoint_bytes")
+    total = {name: None if any(row[name] is None for row in rows) else sum(row[name] for row in rows) for name in names}
+    return [*rows, {"where": "total", **total}] if len(rows) > 1 else rows
+
+
+def cost_table(rows: Sequence[Mapping[str, Any]], machines: Mapping[str, Any]) -> list[str]:
+    """The lines of `costs`; none without rows."""
+    if not rows:
+        return []
+
+    def cell(number: float | None, unit: float) -> str:
+        return "?" if number is None else f"{number / unit:,.3g}"
+
+    units = {"tokens": 1e6, "operations": 1e15, "gpu_hours": 1.0, "checkpoint_bytes": 2**30}
+    lines = [[row["where"], f"{row['runs']}", *(cell(row[name], unit) for name, unit in units.items())] for row in rows]
+    return [
+        f"Cost on {machines['gpus']} x {machines['gpu']} at {machines['mfu']:.1%} of the peak. Millions of tokens, for",
+        "sequences of maximum length; GiB of the checkpoints that remain, at most; ?: unknown, see --memory.",
+        *aligned_lines([["experiment", "runs", "M tokens", "PFLOP", "GPU hours", "checkpoints"], *lines]),
+    ]
+
+
+def read_mfu(text: str, runs: Path) -> float:
+    """The share of the peak that --mfu states, or the median that a run has measured.
+
+    Raises:
+        ConfigError: it is neither a number up to 1 nor the start of one id in `runs`, or the run measured nothing.
+        RunError: its measurements are damaged.
+    """
+    if re.fullmatch(r"0?\.\d+|1(\.0*)?", text) and float(text):
+        return float(text)
+    ids = RunStore(runs).ids(text)
+    if len(ids) != 1:
+        raise ConfigError(
+            f"--mfu {text}: expected a number above 0 and up to 1, or the id of a run; {len(ids)} runs in {runs} start "
+            "with it."
+        )
+    values = [row["mfu"] for row in jsonl_records.rows(runs / ids[0] / PERF) if "mfu" in row]
+    if not values:
+        raise ConfigError(f"--mfu {text}: {runs / ids[0] / PERF} has no mfu. Name a run on a GPU, or a number.")
+    return statistics.median(values)
 
 
 def _key(item: PlannedExperiment) -> str:
@@ -84,7 +167,7 @@ def _count(parameters: int) -> str:
     return f"{parameters / 1e6:,.1f}"
 
 
-def table(plans: Sequence[tuple[str, Any]], machines: Mapping[str, Any]) -> list[str]:
+def table(plans: Sequence[PlanOfRuns], machines: Mapping[str, Any]) -> list[str]:
     """The lines of the table; none without plans."""
     if not plans:
         return []
@@ -95,12 +178,13 @@ def table(plans: Sequence[tuple[str, Any]], machines: Mapping[str, Any]) -> list
     checkpointing = (
         f", {machines['gradient_checkpointing']} gradient checkpointing" if machines["gradient_checkpointing"] else ""
     )
+    speed = f"tokens/s of all GPUs and hours at {machines['mfu']:.1%} of the peak"
     head = ["experiment", "parameters", "trained", *PARTS, "GiB", "TFLOP", "tokens/s", "hours"]
-    groups = [[where, label, f"{size:,}"] for where, plan in plans for label, size in plan.groups.items()]
+    groups = [[each.where, label, f"{size:,}"] for each in plans for label, size in each.plan.groups.items()]
     return [
-        (f"{kind}{checkpointing}. Parameters in millions; GiB per GPU, for sequences of maximum length;"),
-        "TFLOP of a step (?: unknown for this model); tokens/s of all GPUs and hours at 40 % of their peak",
+        f"{kind}{checkpointing}. Parameters in millions; GiB per GPU, for sequences of maximum length;",
+        f"TFLOP of a step (?: unknown for this model); {speed}",
         "(?: unknown TFLOP, or no known peak of this GPU for loop.precision, such as float32).",
-        *aligned_lines([head, *([where, *_cells(plan)] for where, plan in plans)]),
+        *aligned_lines([head, *([each.where, *_cells(each.plan)] for each in plans)]),
         *(aligned_lines([["experiment", "parameter group", "parameters"], *groups]) if groups else []),
     ]

@@ -29,7 +29,7 @@ from src.launch.logs import tail
 from src.launch.status import Row, select_runs, table
 from src.launch.tracking import ALIVE
 from src.runs import events, heartbeat, lease
-from src.runs.store import STATUS, RunStore, SavedRun
+from src.runs.store import PERF, STATUS, RunStore, SavedRun
 from src.support.command_line import make_parser, run_command
 from src.support.parsing import parse_json
 
@@ -87,9 +87,9 @@ class Pace:
 def pace(run: Path, beat: heartbeat.Beat | None) -> Pace:
     """The durations in the newest rows of perf.jsonl; malformed lines are ignored."""
     steps, rows, pauses = [], [], []
-    for line in tail(run / "perf.jsonl", _ROWS).splitlines():
+    for line in tail(run / PERF, _ROWS).splitlines():
         try:
-            row = parse_json(line, run / "perf.jsonl", RunError)
+            row = parse_json(line, run / PERF, RunError)
             seconds, rate, at = float(row["seconds"]), float(row["steps_per_second"]), int(row["step"])
         except (RunError, ValueError, TypeError, KeyError):
             continue

@@ -102,6 +102,9 @@ class Plan(Document):
     """With `--memory`, for experiments with one plan: `where`, number of `parameters` and of `trained` ones, FLOP of a
     step (`operations`), `tokens_per_second`, `hours`, `bytes` of a GPU with their `total`, and the number of
     parameters of each of `groups`."""
+    cost: list[dict[str, Any]]
+    """With `--cost`, for experiments with one plan, and for all: `where`, `runs`, `tokens`, `operations`, `gpu_hours`
+    and `checkpoint_bytes`; null if unknown."""
 
 
 class Jobs(Document):

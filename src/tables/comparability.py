@@ -11,8 +11,7 @@ from src.errors import CheckpointError, ConfigError, RunError, UserError
 from src.files import read_bytes, read_json
 from src.runs import jsonl_records
 from src.runs.checkpoints import checkpoints
-from src.runs.store import DIFF, VALIDATION, SavedRun
-from src.tables.curves import PERF
+from src.runs.store import DIFF, PERF, VALIDATION, SavedRun
 from src.tables.results import SEED, Row, config_keys, spell
 
 PER_BYTE = "val_bits_per_byte"

@@ -11,7 +11,7 @@ from src.errors import DataError, UserError
 from src.files import reading
 from src.runs.jsonl_records import read_appended
 from src.runs.scores import SCORE_LIST, SCORES, read_score_list
-from src.runs.store import CODE_VERSIONS
+from src.runs.store import CODE_VERSIONS, PERF
 from src.runs.summary import is_finite, parse_rows
 from src.tables import cache
 from src.tables.results import Row, lower_is_better, score_names
@@ -20,7 +20,6 @@ from src.tables.statistics import ended_in_nan, t_975
 if TYPE_CHECKING:
     import numpy as np
 
-PERF = "perf.jsonl"
 VALUES = ("last", "best", "max", "min")
 """Which value of a run a table shows."""
 _BATCH = 500

@@ -205,6 +205,11 @@ class RotationRule:
             if value is not None and value < 1:
                 raise ConfigError(f"--keep_{name}: expected a number of at least 1, got {value}.")
 
+    def count(self, steps: Sequence[int]) -> int:
+        """Maximum number of kept checkpoints at the end of a run with checkpoints at `steps`, in order."""
+        kept_steps = {*steps[-self.last :], *(step for step in steps if self.every and step % self.every == 0)}
+        return min(len(steps), len(kept_steps) + self.best)
+
     def check(self, intervals: Iterable[int]) -> None:
         """Refuse an `every` without checkpoints at its multiples. intervals: steps between checkpoints.
 

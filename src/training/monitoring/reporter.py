@@ -8,6 +8,7 @@ from torch import nn
 from src.runs import jsonl_records
 from src.runs.context import Run
 from src.runs.heartbeat import Heartbeat
+from src.runs.store import PERF
 from src.runs.summary import is_finite
 from src.support import distributed
 from src.training.config import Evaluation, LoopConfig
@@ -53,9 +54,7 @@ class Reporter:
         """
         self.run.dir.confirm()
         self.run.dir.scores.append(row, durable=is_durable)
-        jsonl_records.append(
-            self.run.path / "perf.jsonl", [{"step": row["step"], **perf}], durable=False, allow_nan=True
-        )
+        jsonl_records.append(self.run.path / PERF, [{"step": row["step"], **perf}], durable=False, allow_nan=True)
         if is_durable:
             self.run.dir.scores.export_haven()
             loss = row.get("train_loss")

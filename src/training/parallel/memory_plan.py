@@ -29,7 +29,7 @@ from src.training.parallel.compilation import layers
 from src.training.parallel.live_storages import FakeStorages
 
 MFU = 0.4
-"""Assumed share of a GPU's peak for the duration."""
+"""Share of a GPU's peak that is assumed for the duration by default."""
 _ZERO_SIZES = {"reduce_bucket_size": 500_000_000, "stage3_max_live_parameters": 1_000_000_000}
 """Default sizes of DeepSpeed's buckets, in elements."""
 
@@ -46,6 +46,8 @@ class Machines:
     gradient_checkpointing: str | None = None
     """"full" or "selective"; see `memory.checkpoint_layers`."""
     fsdp_sharded_gradients: bool = False
+    mfu: float = MFU
+    """Assumed share of the GPU's peak."""
 
     def shares_gradients(self, passes: int) -> bool:
         """Whether each GPU has only a shard of the gradients. With FSDP2 they can be unsharded until the last of
@@ -89,8 +91,13 @@ class MemoryPlan:
     """Bytes by `PARTS`, at the peak of the total."""
     operations: int | None
     """Floating-point operations of a step, on all GPUs; None if the model's are unknown."""
+    steps: int
+    tokens: int
+    """Tokens of all steps, if each sequence has the maximum length of the data."""
+    checkpoint_bytes: int
+    """Bytes of the trained weights and the optimizer's state in one checkpoint."""
     tokens_per_second: float | None
-    """Total of all GPUs, at `MFU`; None if the peak or the operations are unknown."""
+    """Total of all GPUs, at `Machines.mfu`; None if the peak or the operations are unknown."""
     hours: float | None
     groups: Mapping[str, int]
     """Number of trained parameters by label and optimizer of `parameter_groups.Settings`, if there are several."""
@@ -128,13 +135,17 @@ def plan(
     parts = _share(model, pass_peak(storages, model, loss, batch, config.precision, passes), passes, config, machines)
     work = count_operations(batch) if count_operations else None
     read = sum(int(batch[name].sum()) for name in ("attention_mask", "context_mask") if name in batch)
-    rate = MFU * peak / work if peak and work else None  # micro-batches per second of one GPU
+    rate = machines.mfu * peak / work if peak and work else None  # micro-batches per second of one GPU
     every = list(model.parameters())
     return MemoryPlan(
         parameters=sum(parameter.numel() for parameter in every),
         trained=sum(parameter.numel() for parameter in every if parameter.requires_grad),
         parts=parts,
         operations=work * count if work else None,
+        steps=config.steps,
+        tokens=config.steps * count * read,
+        checkpoint_bytes=optimizer_bytes(groups)
+        + sum(parameter.nbytes for group in groups for parameter in group.parameters.values()),
         tokens_per_second=rate * read * machines.gpus if rate else None,
         hours=config.steps * passes / rate / 3600 if rate else None,
         groups=_group_sizes(groups),

@@ -2,6 +2,7 @@
 allocations."""
 
 import gc
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,7 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from src.data.longest_batch import longest_batch
 from src.experiments.config import Places
-from src.experiments.grid import override
+from src.experiments.grid import override, seeds
+from src.experiments.identity import exp_id
 from src.experiments.interfaces import load_experiment
 from src.experiments.registry import MODELS, bind
 from src.files import write_json
@@ -270,6 +272,52 @@ def test_time_is_work_by_the_peak(run_plan: Any, tmp_path: Path):
     assert plan_rates("--gpu", "A100")[1] == pytest.approx(hours * 989 / 312, rel=0.01)
 
 
+def test_costs_of_a_grid(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Equal to a finished run in checkpoints, and to steps, operations and hours of the plan of one run."""
+    toy.write_data(tmp_path / "data")
+    loop = {**toy.BASE["loop"], "steps": 6, "eval_every": 2, "precision": "bfloat16", "extra_eval_steps": [5]}
+    exp = override(LM, {"loop": loop, "data": toy.BASE["data"]})
+    groups = {"seeds": seeds([exp], 3), "long": [override(exp, {"loop.steps": 60})]}
+
+    def cost(*arguments: str) -> dict[str, Any]:
+        assert toy.main(["-e", *groups, "--dry-run", "--cost", "--json", *arguments], groups, tmp_path) == 0
+        return json.loads(capsys.readouterr().out)
+
+    recipe: Any = load_experiment(exp, "")
+    plan = recipe.plan_memory(Places(tmp_path / "data", tmp_path / "runs"), gpus=2, gpu="A100", mfu=0.25)
+    content = cost("--gpus", "2", "--gpu", "A100", "--mfu", "0.25", "--keep_last", "2")
+    assert content["memory"] == []
+    of_seeds, of_long, total = content["cost"]
+    assert [row["runs"] for row in content["cost"]] == [3, 1, 4]
+    tokens = 6 * loop["sequences_per_step"] * exp["data"]["sequence_tokens"]
+    assert (of_seeds["tokens"], of_long["tokens"]) == (3 * tokens, 10 * tokens)
+    assert of_seeds["operations"] == 3 * 6 * plan.operations
+    assert of_seeds["gpu_hours"] == pytest.approx(3 * 2 * plan.hours)
+    assert total == {"where": "total"} | {
+        name: pytest.approx(of_seeds[name] + of_long[name]) for name in total if name != "where"
+    }
+    one = groups["seeds"][0]
+    assert toy.main(["-e", "one", "--keep_last", "2"], {"one": [one]}, tmp_path) == 0
+    folders = list((tmp_path / "runs" / exp_id(one) / "checkpoints").glob("step-*"))
+    size = sum(
+        (folder / name).stat().st_size for folder in folders for name in ("model.safetensors", "optimizer.safetensors")
+    ) / len(folders)
+    assert of_seeds["checkpoint_bytes"] == pytest.approx(3 * 3 * size, rel=0.05)  # 2 newest and the best one
+    assert len(folders) in (2, 3)
+    assert cost("--save_every", "1", "--keep_every", "3", "--gpu", "A100")["cost"][0][
+        "checkpoint_bytes"
+    ] == pytest.approx(3 * 4 * size, rel=0.05)  # 3, 5, 6 and the best one
+
+    perf = tmp_path / "runs" / exp_id(one) / "perf.jsonl"
+    capsys.readouterr()
+    for word in ("1.5", "0", "-1", exp_id(one)[:8], "zz"):
+        assert toy.main(["-e", "seeds", "--dry-run", "--cost", f"--mfu={word}"], groups, tmp_path) == 1
+        assert f"--mfu {word}:" in capsys.readouterr().err
+    perf.write_text(perf.read_text() + "".join(f'{{"step": 9, "mfu": {value}}}\n' for value in (0.1, 0.2, 0.5)))
+    half = cost("--mfu", exp_id(one)[:8])["cost"][0]["gpu_hours"]
+    assert half == pytest.approx(2 * cost("--mfu", "0.4")["cost"][0]["gpu_hours"])
+
+
 OPERATIONS = {
     "lm": (LM, 1e-3),
     "adapters": (LORA, 0.03),  # the formula also counts gradients of the lowest layer's inputs
@@ -396,7 +444,9 @@ def test_evaluations_are_omitted_next_to_trainings(run_plan: Any):
 def test_memory_option_runs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     for arguments, message in (
         (["--memory"], "only for --dry-run"),
-        (["--dry-run", "--gpus", "2"], "Add --dry-run --memory"),
+        (["--cost"], "--cost: only for --dry-run"),
+        (["--dry-run", "--gpus", "2"], "--gpus"),
+        (["--dry-run", "--mfu", "0.5"], "--mfu"),
     ):
         assert toy.main(["-e", "base", *arguments], {"base": [toy.BASE]}, tmp_path) == 1
         assert message in capsys.readouterr().err
