@@ -167,6 +167,16 @@ def test_every_command_prints_json():
     assert without == []
 
 
+def test_no_command_takes_abbreviated_options(capsys: pytest.CaptureFixture[str]):
+    """`documents.parsing` looks for --json as it is written."""
+    assert [line for line, parser in reference.commands().items() if parser.allow_abbrev] == []
+    for main, words in ((trainval.main, ["--list", "--jso"]), (import_module("results.table").main, ["--jso"])):
+        with pytest.raises(SystemExit) as stop:
+            main(words)
+        assert stop.value.code == 2
+        assert "--jso" in capsys.readouterr().err
+
+
 def test_every_command_of_results_is_compared():
     commands = {line.split()[2] for line in reference.document_types() if line.startswith("python -m results.")}
     assert commands - {"results.dashboard"} == {name for name in COMMANDS if name.startswith("results.")}
