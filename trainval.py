@@ -144,7 +144,9 @@ def repeat(args: argparse.Namespace) -> int:
     from src.tables.run_arguments import find_run
 
     run = SavedRun(find_run(args.from_run, args.savedir_base))
-    options = arguments.child_arguments(args, run.name)[6:]
+    recorded, remarks = recorded_options(args, run)
+    documents.warn(remarks)
+    options = [*arguments.child_arguments(args, run.name)[6:], *recorded]
     code = recorded_code.rerun(run, args.data_path, options, args.dry_run)
     folder = run.path.resolve().parent / recorded_code.FOLDER / run.name
     text = f"{run.name}  {'can be repeated' if args.dry_run else folder / 'runs' / run.name}"
@@ -152,6 +154,31 @@ def repeat(args: argparse.Namespace) -> int:
     experiments = [{"exp_id": run.name, "where": str(folder), "state": state}]
     documents.show("trainval.training/1", {"experiments": experiments}, lambda: print(text))
     return code
+
+
+def recorded_options(args: argparse.Namespace, run: Any) -> tuple[list[str], list[str]]:
+    """The options of the last start of a run that change its numbers, but for those in `args`; and a warning if they
+    cannot be known, or do not suffice."""
+    from src.operations import recorded_code
+    from src.runs.environment import recorded_processes
+
+    starts = recorded_code.start_records(run)
+    commands = [record.get("command") or [""] for record in starts] or [[""]]
+    if any(Path(command[0]).name != "trainval.py" for command in commands):
+        return [], [f"{run.path}: the options of its start were not recorded. Give those such as --micro_batch again."]
+    choices = [arguments.repeated_arguments(args, command, ROOT) for command in commands]
+    options, problems = choices[-1], []
+    processes = [recorded_processes(record.get("variables", {})) for record in starts]
+    if any(each != (options, processes[-1]) for each in zip(choices, processes, strict=True)):
+        problems.append("its starts had different options or numbers of processes, and this one has those of the last")
+    is_sharded = args.deepspeed or args.fsdp or {"--deepspeed", "--fsdp"}.intersection(options)
+    engine = recorded_code.engine_of_last_start(run)
+    if engine not in (None, "replicated", "evaluation") and not is_sharded:
+        problems.append(f"its engine {engine} was not chosen by an option. Add --deepspeed FILE or --fsdp")
+    file = options[options.index("--deepspeed") + 1] if "--deepspeed" in options else ""
+    if Path(file).is_absolute():
+        problems.append(f"the content of {file} was not recorded, and this one has the present one")
+    return options, [f"{run.path}: the numbers can differ: {'; '.join(problems)}."] if problems else []
 
 
 def describe(items: Sequence[Any]) -> dict[str, str]:

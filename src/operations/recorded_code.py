@@ -8,20 +8,24 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePath
+from typing import Any
 
 from src.errors import ConfigError, RunError
-from src.files import ROOT, read_bytes, writing
+from src.files import ROOT, read_bytes, read_json, writing
 from src.runs import ledger
 from src.runs.code_version import DIFF_OPTIONS, Git
 from src.runs.environment import code_digest, recorded_processes
 from src.runs.parents import parent_ids
-from src.runs.store import DIFF, SavedRun
+from src.runs.store import DIFF, ENV, SavedRun
+from src.support.torch_settings import WORKSPACE
 
 FOLDER = "reruns"
 """Folder next to the save directories: <id>/code is a worktree, <id>/runs the save directories of its runs."""
 _NEWEST = sys.maxsize
+_ROUNDING = (WORKSPACE, "NVIDIA_TF32_OVERRIDE")
+"""Environment variables that change how torch rounds."""
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +70,29 @@ def rerun(run: SavedRun, data: Path, options: Sequence[str], is_dry: bool, root:
     places = ["-sb", str(runs), "--data_path", str(data.resolve())]
     command = [sys.executable, *start, "trainval.py", "--exp_id", run.name, *places, *options]
     log.info("%s: %s", code, " ".join(command[1:]))
-    return subprocess.run(command, cwd=code, check=False, stdout=sys.stderr).returncode
+    environment = _environment(run)
+    return subprocess.run(command, cwd=code, check=False, stdout=sys.stderr, env=environment).returncode
+
+
+def start_records(run: SavedRun) -> list[dict[str, Any]]:
+    """The records (env.json) of all starts of `run`, the oldest first."""
+    paths = (run.path / "attempts" / f"{number:03d}" / ENV for number in range(1, run.attempts + 1))
+    return [record for path in paths if isinstance(record := read_json(path, RunError, None), dict)]
+
+
+def engine_of_last_start(run: SavedRun) -> str | None:
+    """Name of the engine of the last start, such as "replicated", "fsdp" or "zero2"; None if it is not recorded."""
+    engines = [event.get("engine") for event in ledger.read(run.path) if event["event"] == "start"]
+    return engines[-1] if engines else None
+
+
+def _environment(run: SavedRun) -> dict[str, str]:
+    """The variables of this process, and those of the last start that change rounding, if they are not set here."""
+    settings = run.env.get("torch", {})
+    recorded = {name: value for name, value in settings.get("variables", {}).items() if name in _ROUNDING}
+    if "threads" in settings:
+        recorded["OMP_NUM_THREADS"] = str(settings["threads"])
+    return recorded | os.environ
 
 
 def recreate(run: SavedRun, folder: Path, root: Path = ROOT) -> Path:
@@ -79,7 +105,7 @@ def recreate(run: SavedRun, folder: Path, root: Path = ROOT) -> Path:
     digest = _check(run, root)
     with tempfile.TemporaryDirectory() as scratch:
         git = _open(root, Path(scratch), run)
-        inside = os.path.relpath(root.resolve(), git.folder.resolve())
+        inside = _folder_of_project(git, root)
     if not folder.exists():
         with writing(folder):
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -107,14 +133,29 @@ def _check(run: SavedRun, root: Path) -> str:
     if len(digests) > 1:
         raise RunError(f"{run.path}: {len(digests)} versions of the code trained it. Choose a run with one version.")
     with tempfile.TemporaryDirectory() as scratch:
-        _tree(_open(root, Path(scratch), run), run)
-    unknown = [each["name"] for each in run.env.get("omitted", []) if each["name"].startswith(("src/", "trainval.py"))]
+        git = _open(root, Path(scratch), run)
+        _tree(git, run)
+        inside = _folder_of_project(git, root)
+    unknown = [each["name"] for each in run.env.get("omitted", []) if "reason" not in each or _runs(each, inside)]
     unknown += [each["path"] for each in run.env.get("submodules", [])]
     if unknown:
         raise RunError(
             f"{run.path}: changes of {', '.join(unknown)} were not recorded. Commit them, and run it again with -e."
         )
     return next(iter(digests))
+
+
+def _runs(omitted: Mapping[str, str], inside: str) -> bool:
+    """Whether a training can read this file: one of src or resources, as for `code_digest` and settings of DeepSpeed,
+    or another module, as exp_configs.py can import any. inside: folder of the project in its repository."""
+    name = PurePath(omitted["name"])
+    if name.is_relative_to(inside):  # not so for the changes of a snapshot
+        name = name.relative_to(inside)
+    return name.suffix == ".py" or name.parts[0] in ("src", "resources")
+
+
+def _folder_of_project(git: Git, root: Path) -> str:
+    return os.path.relpath(root.resolve(), git.folder.resolve())
 
 
 def _open(root: Path, scratch: Path, run: SavedRun) -> Git:
