@@ -211,9 +211,7 @@ def test_a_run_of_two_versions_or_machines_is_refused(root: Path):
         recorded_code.rerun(SavedRun(run.path), root.parent, (), is_dry=True, root=root)
 
 
-def test_the_code_difference_of_two_runs(
-    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_the_code_difference_of_two_runs(root: Path):
     write(root, {"src/a.py": "a = 2\n"})
     one = make(root, 0)
     commit(root)
@@ -223,13 +221,22 @@ def test_the_code_difference_of_two_runs(
     third = make(root, 2)
     lines = recorded_code.difference(one, third, root)
     assert [line for line in lines if line[:1] in "+-" and line[1:2] == "a"] == ["-a = 2", "+a = 3"]
-    assert diff.main([one.name, third.name, "-r", str(root.parent / "runs"), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["code_patch"] is None  # not of this repository
-    monkeypatch.setattr(recorded_code.difference, "__defaults__", (root,))
-    assert diff.main([one.name, third.name, "-r", str(root.parent / "runs"), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["code_patch"] == lines
-    assert diff.main([one.name, third.name, "-r", str(root.parent / "runs")]) == 0
+
+
+def test_results_diff_has_the_difference_of_the_code(root: Path, capsys: pytest.CaptureFixture[str]):
+    patch = (
+        "diff --git a/new.txt b/new.txt\nnew file mode 100644\n--- /dev/null\n+++ b/new.txt\n@@ -0,0 +1 @@\n+a = 3\n"
+    )
+    head = git(toy.ROOT, "rev-parse", "HEAD")
+    one, other = make(root, 0, commit=head, diff=""), make(root, 1, commit=head, diff=patch, dirty=True)
+    foreign = make(root, 2)
+    words = [one.name, other.name, "-r", str(root.parent / "runs")]
+    assert diff.main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["code_patch"][-1] == "+a = 3"
+    assert diff.main(words) == 0
     assert "    +a = 3" in capsys.readouterr().out.splitlines()
+    assert diff.main([one.name, foreign.name, "-r", str(root.parent / "runs"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["code_patch"] is None
 
 
 @pytest.mark.slow
