@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from src.errors import end_with_reader
 from src.launch import arguments
@@ -26,6 +26,72 @@ from src.support import documents
 ROOT = Path(__file__).resolve().parent
 LOGGERS = ("trainval", "src")
 log = logging.getLogger("trainval")
+
+
+class Groups(documents.Document):
+    """`--list`."""
+
+    schema: Literal["trainval.groups/1"]
+    groups: list[dict[str, Any]]
+    """`group`, the number of `experiments`, and `about`: recipe, model and data."""
+
+
+class Experiments(documents.Document):
+    """`--list` with `-e` or `--exp_id`."""
+
+    schema: Literal["trainval.experiments/1"]
+    experiments: list[dict[str, Any]]
+    """`exp_id`, `where` (`group[3]`), `differs` (settings that differ within the group) and the dict `exp`."""
+
+
+class Plan(documents.Document):
+    """`--dry-run`."""
+
+    schema: Literal["trainval.plan/1"]
+    experiments: list[dict[str, Any]]
+    """`exp_id`, `where`, `state`, `can_run`, and `steps` if `loop.budget` sets them."""
+    done: int
+    to_run: int
+    cannot_run: int
+    memory: list[dict[str, Any]]
+    """With `--memory`, for experiments with one plan: `where`, number of `parameters` and of `trained` ones, FLOP of a
+    step (`operations`), `tokens_per_second`, `hours`, `bytes` of a GPU with their `total`, and the number of
+    parameters of each of `groups`."""
+
+
+class Jobs(documents.Document):
+    """A submission with `-j`, and `--job_option kill` and `throttle`."""
+
+    schema: Literal["trainval.jobs/1"]
+    action: str
+    jobs: list[dict[str, str]]
+    """`exp_id` and `job_id` of the jobs that were submitted, killed or throttled."""
+    skipped: list[str]
+    """Ids of the other selected experiments. Standard error has the reasons."""
+
+
+class Status(documents.Document):
+    """`--job_option status`; with `--watch` one document after another."""
+
+    schema: Literal["trainval.status/1"]
+    experiments: list[dict[str, Any]]
+    """The fields of `Row` (`src/launch/status.py`), and `differs`."""
+
+
+class Logs(documents.Document):
+    """`--job_option logs`, which does not wait for new lines with --json."""
+
+    schema: Literal["trainval.logs/1"]
+    lines: dict[str, list[str]]
+    """{id: the last lines of its logs}."""
+
+
+class Training(documents.Document):
+    """A training here, without `-j`, at its end."""
+
+    schema: Literal["trainval.training/1"]
+    experiments: list[dict[str, str]]
+    """`exp_id`, `where` and `state`: done or failed."""
 
 
 @end_with_reader
@@ -144,9 +210,9 @@ def repeat(args: argparse.Namespace) -> int:
     from src.tables.run_arguments import find_run
 
     run = SavedRun(find_run(args.from_run, args.savedir_base))
-    recorded, remarks = recorded_options(args, run)
+    more_options, remarks = recorded_options(args, run)
     documents.warn(remarks)
-    options = [*arguments.child_arguments(args, run.name)[6:], *recorded]
+    options = [*arguments.child_arguments(args, run.name)[6:], *more_options]
     code = recorded_code.rerun(run, args.data_path, options, args.dry_run)
     folder = run.path.resolve().parent / recorded_code.FOLDER / run.name
     text = f"{run.name}  {'can be repeated' if args.dry_run else folder / 'runs' / run.name}"
@@ -166,7 +232,7 @@ def recorded_options(args: argparse.Namespace, run: Any) -> tuple[list[str], lis
     commands = [record.get("command") or [""] for record in starts] or [[""]]
     if any(Path(command[0]).name != "trainval.py" for command in commands):
         return [], [f"{run.path}: the options of its start were not recorded. Give those such as --micro_batch again."]
-    choices = [arguments.repeated_arguments(args, command, ROOT) for command in commands]
+    choices = [recorded_code.repeated_options(args, command, ROOT) for command in commands]
     options, problems = choices[-1], []
     processes = [recorded_processes(record.get("variables", {})) for record in starts]
     if any(each != (options, processes[-1]) for each in zip(choices, processes, strict=True)):

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from src import files
 from src.errors import DataError, RunError, print_errors
@@ -23,6 +23,15 @@ from src.support.documents import report
 
 log = logging.getLogger(__name__)
 _REPORT_SECONDS = 10.0
+
+
+class Document(documents.Document):
+    """The result of a command of data_prep."""
+
+    schema: Literal["data_prep/1"]
+    command: str
+    steps: list[dict[str, Any]]
+    """One for each thing that was made or counted. `folder` or `file` is a path; `made` is false if it was complete."""
 
 
 def main_of(

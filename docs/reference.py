@@ -16,6 +16,8 @@ from unittest import mock
 
 from pydantic.fields import FieldInfo
 
+import trainval
+from data_prep import command
 from src.experiments.config import Config
 from src.experiments.registry import DATASETS, LAUNCHERS, METRICS, MODELS, RECIPES, REWARDS
 from src.support import documents
@@ -47,8 +49,8 @@ PAGE_OF_FIELD_TYPE = {
 CONSTRAINTS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤", "min_length": "length ≥", "max_length": "length ≤"}
 COMMANDS = ("trainval.py", "data_prep", "results", "src")
 TRAINVAL: list[type] = [
-    *(documents.Groups, documents.Experiments, documents.Plan, documents.Jobs, documents.Status, documents.Logs),
-    documents.Training,
+    *(trainval.Groups, trainval.Experiments, trainval.Plan, trainval.Jobs, trainval.Status, trainval.Logs),
+    trainval.Training,
 ]
 """The documents of trainval.py."""
 
@@ -178,7 +180,7 @@ def document_types() -> dict[str, list[type]]:
                 line.removeprefix("python ").removeprefix("-m ").split()[0].removesuffix(".py")
             )
             shared = {"python trainval.py": TRAINVAL, "python -m results.dashboard": [documents.Address]}
-            document = documents.Steps if "data_prep" in line else getattr(module, "Document", documents.File)
+            document = command.Document if "data_prep" in line else getattr(module, "Document", documents.File)
             types[line] = shared.get(line) or [document]
     return types
 

@@ -31,9 +31,6 @@ PASSED_ON = (
     *("keep_last", "keep_every", "keep_best", "fsdp_replicas", "gradient_checkpointing"),
 )
 """Arguments passed on to launched experiments, in addition to those for Weights & Biases and for sharded models."""
-SHARDING = ("deepspeed", "fsdp", "fsdp_replicas", "fsdp_sharded_gradients")
-REPEATED = (*SHARDING, "micro_batch", "gradient_checkpointing", "offload_activations", "deterministic", "log_every")
-"""Arguments that change the rounding or the rows of scores, so that --from-run repeats them."""
 LEAST = {
     0: ("max_running", "statistics_every", "profile", "num_workers"),
     1: ("log_every", "save_every", "keep_last", "keep_every", "keep_best", "fsdp_replicas", "gpus"),
@@ -382,24 +379,6 @@ def training_options(args: argparse.Namespace, processes: int) -> "Options":
     )
     options.check_parts(processes)
     return options
-
-
-def repeated_arguments(args: argparse.Namespace, command: Sequence[str], root: Path) -> list[str]:
-    """The arguments `REPEATED` of a recorded command of trainval.py, but for those that `args` has itself.
-
-    root: of the project. A settings file in it is relative, so that the recreated code uses its own.
-    """
-    recorded = make_parser("", root).parse_known_args(command[1:])[0]
-    names = [name for name in REPEATED if name not in SHARDING or not any(getattr(args, each) for each in SHARDING)]
-    words = []
-    for name in names:
-        value = getattr(recorded, name)
-        if isinstance(value, Path):
-            value = (root / value).resolve()
-            value = value.relative_to(root) if value.is_relative_to(root) else value
-        if value and not getattr(args, name):
-            words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
-    return words
 
 
 def child_arguments(args: argparse.Namespace, exp_id: str) -> list[str]:

@@ -3,6 +3,7 @@
 `trainval.py --from-run ID` uses it. The code is the commit of the last start and the patch of its uncommitted changes.
 """
 
+import argparse
 import logging
 import os
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 
 from src.errors import ConfigError, RunError
 from src.files import ROOT, read_bytes, read_json, writing
+from src.launch import arguments
 from src.runs import ledger
 from src.runs.code_version import DIFF_OPTIONS, Git
 from src.runs.environment import code_digest, recorded_processes
@@ -23,6 +25,9 @@ from src.support.torch_settings import WORKSPACE
 
 FOLDER = "reruns"
 """Folder next to the save directories: <id>/code is a worktree, <id>/runs the save directories of its runs."""
+_SHARDING = ("deepspeed", "fsdp", "fsdp_replicas", "fsdp_sharded_gradients")
+_OPTIONS = ("micro_batch", "gradient_checkpointing", "offload_activations", "deterministic", "log_every")
+"""Options that change the rounding or the rows of scores, as those of sharding do: --from-run repeats them."""
 _NEWEST = sys.maxsize
 _ROUNDING = (WORKSPACE, "NVIDIA_TF32_OVERRIDE")
 """Environment variables that change how torch rounds."""
@@ -86,13 +91,31 @@ def engine_of_last_start(run: SavedRun) -> str | None:
     return engines[-1] if engines else None
 
 
+def repeated_options(args: argparse.Namespace, command: Sequence[str], root: Path) -> list[str]:
+    """The options of a recorded command of trainval.py that change numbers, but for those that `args` has itself.
+
+    root: of the project. A settings file in it is relative, so that the recreated code uses its own.
+    """
+    old_args = arguments.make_parser("", root).parse_known_args(command[1:])[0]
+    is_sharded = any(getattr(args, name) for name in _SHARDING)
+    words = []
+    for name in (*(() if is_sharded else _SHARDING), *_OPTIONS):
+        value = getattr(old_args, name)
+        if isinstance(value, Path):
+            value = (root / value).resolve()
+            value = value.relative_to(root) if value.is_relative_to(root) else value
+        if value and not getattr(args, name):
+            words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+    return words
+
+
 def _environment(run: SavedRun) -> dict[str, str]:
     """The variables of this process, and those of the last start that change rounding, if they are not set here."""
     settings = run.env.get("torch", {})
-    recorded = {name: value for name, value in settings.get("variables", {}).items() if name in _ROUNDING}
+    variables = {name: value for name, value in settings.get("variables", {}).items() if name in _ROUNDING}
     if "threads" in settings:
-        recorded["OMP_NUM_THREADS"] = str(settings["threads"])
-    return recorded | os.environ
+        variables["OMP_NUM_THREADS"] = str(settings["threads"])
+    return variables | os.environ
 
 
 def recreate(run: SavedRun, folder: Path, root: Path = ROOT) -> Path:
@@ -102,15 +125,12 @@ def recreate(run: SavedRun, folder: Path, root: Path = ROOT) -> Path:
     Raises:
         RunError: see `_check`; or the folder has other code.
     """
-    digest = _check(run, root)
-    with tempfile.TemporaryDirectory() as scratch:
-        git = _open(root, Path(scratch), run)
-        inside = _folder_of_project(git, root)
+    digest, top, inside = _check(run, root)
     if not folder.exists():
         with writing(folder):
             folder.parent.mkdir(parents=True, exist_ok=True)
         # By force, as the folder can have been removed by hand. No prune, which would forget other worktrees, too.
-        _run(git.folder, "worktree", "add", "--force", "--quiet", "--detach", str(folder), run.env["commit"])
+        _run(top, "worktree", "add", "--force", "--quiet", "--detach", str(folder), run.env["commit"])
         if patch := _patch(run):
             _run(folder, "apply", "--whitespace=nowarn", "-", text=patch)
     if code_digest.__wrapped__(folder / inside) != digest:  # not the cached one of an earlier call
@@ -120,8 +140,9 @@ def recreate(run: SavedRun, folder: Path, root: Path = ROOT) -> Path:
     return folder / inside
 
 
-def _check(run: SavedRun, root: Path) -> str:
-    """Check that the code of `run` can be recreated from the repository of `root`; returns its digest.
+def _check(run: SavedRun, root: Path) -> tuple[str, Path, str]:
+    """Check that the code of `run` can be recreated from the repository of `root`; returns its digest, the top of the
+    repository, and the folder of the project in it.
 
     Raises:
         RunError: no commit, patch or digest was recorded, or not all changes, or there is no git or no such commit; or
@@ -135,27 +156,23 @@ def _check(run: SavedRun, root: Path) -> str:
     with tempfile.TemporaryDirectory() as scratch:
         git = _open(root, Path(scratch), run)
         _tree(git, run)
-        inside = _folder_of_project(git, root)
+        inside = os.path.relpath(root.resolve(), git.folder.resolve())
     unknown = [each["name"] for each in run.env.get("omitted", []) if "reason" not in each or _runs(each, inside)]
     unknown += [each["path"] for each in run.env.get("submodules", [])]
     if unknown:
         raise RunError(
             f"{run.path}: changes of {', '.join(unknown)} were not recorded. Commit them, and run it again with -e."
         )
-    return next(iter(digests))
+    return next(iter(digests)), git.folder, inside
 
 
-def _runs(omitted: Mapping[str, str], inside: str) -> bool:
+def _runs(file: Mapping[str, str], inside: str) -> bool:
     """Whether a training can read this file: one of src or resources, as for `code_digest` and settings of DeepSpeed,
     or another module, as exp_configs.py can import any. inside: folder of the project in its repository."""
-    name = PurePath(omitted["name"])
+    name = PurePath(file["name"])
     if name.is_relative_to(inside):  # not so for the changes of a snapshot
         name = name.relative_to(inside)
     return name.suffix == ".py" or name.parts[0] in ("src", "resources")
-
-
-def _folder_of_project(git: Git, root: Path) -> str:
-    return os.path.relpath(root.resolve(), git.folder.resolve())
 
 
 def _open(root: Path, scratch: Path, run: SavedRun) -> Git:

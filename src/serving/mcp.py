@@ -191,7 +191,8 @@ class Agent:
         self._require_run(tool)
         plan = self._trainval("--dry-run", *words)
         if plan["error"]:
-            raise ConfigError("\n".join(": ".join(filter(None, [e["where"], e["found"]])) for e in _errors(plan)))
+            errors = [plan["error"], *plan["more_errors"]]
+            raise ConfigError("\n".join(": ".join(filter(None, [e["where"], e["found"]])) for e in errors))
         exp_ids = [row["exp_id"] for row in plan["experiments"] if row["state"] != "done"]
         self._count(tool, exp_ids, hours)
         return exp_ids
@@ -298,10 +299,6 @@ def _refuse_places(path: str, value: Any) -> None:
         raise ConfigError(
             f"changes: {path}: {value!r:.60} names a place outside the data folder. Ask a person to add it."
         )
-
-
-def _errors(document: Json) -> list[Json]:
-    return [document["error"], *document["more_errors"]]
 
 
 def _run_json(words: Sequence[str]) -> Json:

@@ -13,15 +13,6 @@ from pathlib import Path
 from typing import Any, Literal, TextIO, TypedDict
 
 OPTION = "--json"
-EXIT_CODES = {
-    0: "done",
-    1: "an error that the user can fix, or a failed experiment; `error` says which",
-    2: "unknown or missing command-line arguments",
-    75: "stopped with a checkpoint, by a signal or a limit: try again, the same command resumes",
-    130: "interrupted by Ctrl-C or a file `stop`: nothing restarts it",
-    141: "the reader of the output closed the pipe, as `| head` does",
-}
-"""Exit codes of all commands."""
 _USAGE = re.compile(r"(?:argument (.+?): )?(.*)", re.DOTALL)
 _ADVICE = re.compile(r"(?<=[^.])\.\s+(?=\S)")
 
@@ -57,86 +48,11 @@ class File(Document):
     path: str
 
 
-class Steps(Document):
-    """The result of a command of data_prep."""
-
-    schema: Literal["data_prep/1"]
-    command: str
-    steps: list[dict[str, Any]]
-    """One for each thing that was made or counted. `folder` or `file` is a path; `made` is false if it was complete."""
-
-
 class Address(Document):
     """Printed by a command that serves a page, once it can be opened."""
 
     schema: Literal["address/1"]
     url: str
-
-
-class Groups(Document):
-    """`--list`."""
-
-    schema: Literal["trainval.groups/1"]
-    groups: list[dict[str, Any]]
-    """`group`, the number of `experiments`, and `about`: recipe, model and data."""
-
-
-class Experiments(Document):
-    """`--list` with `-e` or `--exp_id`."""
-
-    schema: Literal["trainval.experiments/1"]
-    experiments: list[dict[str, Any]]
-    """`exp_id`, `where` (`group[3]`), `differs` (settings that differ within the group) and the dict `exp`."""
-
-
-class Plan(Document):
-    """`--dry-run`."""
-
-    schema: Literal["trainval.plan/1"]
-    experiments: list[dict[str, Any]]
-    """`exp_id`, `where`, `state`, `can_run`, and `steps` if `loop.budget` sets them."""
-    done: int
-    to_run: int
-    cannot_run: int
-    memory: list[dict[str, Any]]
-    """With `--memory`, for experiments with one plan: `where`, number of `parameters` and of `trained` ones, FLOP of a
-    step (`operations`), `tokens_per_second`, `hours`, `bytes` of a GPU with their `total`, and the number of
-    parameters of each of `groups`."""
-
-
-class Jobs(Document):
-    """A submission with `-j`, and `--job_option kill` and `throttle`."""
-
-    schema: Literal["trainval.jobs/1"]
-    action: str
-    jobs: list[dict[str, str]]
-    """`exp_id` and `job_id` of the jobs that were submitted, killed or throttled."""
-    skipped: list[str]
-    """Ids of the other selected experiments. Standard error has the reasons."""
-
-
-class Status(Document):
-    """`--job_option status`; with `--watch` one document after another."""
-
-    schema: Literal["trainval.status/1"]
-    experiments: list[dict[str, Any]]
-    """The fields of `Row` (`src/launch/status.py`), and `differs`."""
-
-
-class Logs(Document):
-    """`--job_option logs`, which does not wait for new lines with --json."""
-
-    schema: Literal["trainval.logs/1"]
-    lines: dict[str, list[str]]
-    """{id: the last lines of its logs}."""
-
-
-class Training(Document):
-    """A training here, without `-j`, at its end."""
-
-    schema: Literal["trainval.training/1"]
-    experiments: list[dict[str, str]]
-    """`exp_id`, `where` and `state`: done or failed."""
 
 
 _output: TextIO | None = None
@@ -213,7 +129,7 @@ def report(text: str, /, **facts: Any) -> None:
 
 
 def show_steps(command: str) -> None:
-    """Print the facts of all `report`s of this command as a `Steps` document."""
+    """Print the facts of all `report`s of a command of data_prep."""
     show("data_prep/1", {"command": command, "steps": _steps}, lambda: None)
 
 

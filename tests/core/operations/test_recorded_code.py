@@ -186,8 +186,8 @@ def test_one_warning_if_the_numbers_can_differ(
 ):
     run = start(tmp_path, *commands, **more)
     run.path.mkdir(exist_ok=True)
-    recorded, (warning,) = options(run)
-    assert recorded == words
+    repeated_words, (warning,) = options(run)
+    assert repeated_words == words
     assert value in warning
     assert str(run.path) in warning
 
