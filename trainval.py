@@ -145,7 +145,9 @@ def repeat(args: argparse.Namespace) -> int:
     from src.tables.run_arguments import find_run
 
     run = SavedRun(find_run(args.from_run, args.savedir_base))
-    options = arguments.child_arguments(args, run.name)[6:]
+    more_options, remarks = recorded_code.recorded_options(args, run)
+    documents.warn(remarks)
+    options = [*arguments.child_arguments(args, run.name)[6:], *more_options]
     code = recorded_code.rerun(run, args.data_path, options, args.dry_run)
     folder = run.path.resolve().parent / recorded_code.FOLDER / run.name
     text = f"{run.name}  {'can be repeated' if args.dry_run else folder / 'runs' / run.name}"

@@ -9,7 +9,7 @@ import argparse
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -43,7 +43,7 @@ class Step:
     number: int
     exp_ids: list[str]
     start: str
-    """Time of the first start of its runs."""
+    """Time of the first start of its runs; empty if unknown."""
     changes: dict[str, list[Any]]
     """Config key -> [value of the best before, its own]."""
     mean: float | None
@@ -93,7 +93,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def find_steps(
     runs: Path, rows: Sequence[results.Row], metric: str, lowest: bool | None = None, min_effect: float = 0.0
 ) -> tuple[list[Step], list[str]]:
-    """The experiments of `rows` in order of their first start, and remarks on those that cannot be compared.
+    """The experiments of `rows` in order of their first start, and remarks on those that cannot be compared, or whose
+    start is unknown.
 
     Raises:
         ConfigError: no run has the metric.
@@ -101,7 +102,7 @@ def find_steps(
     results.check_known("score", [metric], results.score_names(rows), "--metric")
     families = comparability.families(rows, results.load_rows(runs)[0], runs)
     steps, remarks, best = list[Step](), list[str](), list[Family]()
-    for start, _, family in sorted((*_start(family), family) for family in families):
+    for start, family in _in_order(families, remarks):
         values = [row[metric] for row in statistics.averaged_rows(family.rows) if row.get(metric) is not None]
         mean = sum(values) / len(values) if values else None
         changes = comparability.differences(best[-1], family).get("experiment", {}) if best else {}
@@ -148,13 +149,23 @@ def select_branch(rows: Sequence[results.Row], runs: Path, branch: str) -> list[
     return chosen_rows
 
 
-def _start(family: Family) -> tuple[str, str]:
-    """Time of the first start, and the first id."""
-    times = []
-    for row in family.rows:
-        env = read_json(family.folder / row["exp_id"] / "attempts" / "001" / ENV, RunError, {})
-        times.append(str(env.get("time", "")) if isinstance(env, dict) else "")
-    return min(times), min(row["exp_id"] for row in family.rows)
+def _in_order(families: Iterable[Family], remarks: list[str]) -> list[tuple[str, Family]]:
+    """The time of the first start of each experiment, the earliest first. Unknown times are empty and last, and
+    `remarks` gets a line with their runs."""
+    starts, unknown_ids = [], []
+    for family in families:
+        times = {row["exp_id"]: _first_start(family.folder / row["exp_id"]) for row in family.rows}
+        unknown_ids += [exp_id for exp_id, time in times.items() if not time]
+        start = min(filter(None, times.values()), default="")
+        starts.append((not start, start, min(times), family))
+    if unknown_ids:
+        remarks.append(f"{', '.join(unknown_ids)}: no time of the first start is recorded, so the order can be wrong.")
+    return [(start, family) for _, start, _, family in sorted(starts)]
+
+
+def _first_start(run: Path) -> str:
+    env = read_json(run / "attempts" / "001" / ENV, RunError, {})
+    return str(env.get("time") or "") if isinstance(env, dict) else ""
 
 
 def table(steps: Sequence[Step], metric: str) -> tuple[list[str], list[list[str]]]:

@@ -222,7 +222,7 @@ def _plan_lines(plan: Plan) -> list[str]:
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser("src.operations.interventions", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    subparsers = {name: commands.add_parser(name, help=text) for name, text in _HELP.items()}
+    subparsers = {name: commands.add_parser(name, help=text, allow_abbrev=False) for name, text in _HELP.items()}
     for name, command in subparsers.items():
         command.add_argument("run", metavar="RUN", help="save directory, or prefix of an id")
         command.add_argument(

@@ -3,25 +3,34 @@
 `trainval.py --from-run ID` uses it. The code is the commit of the last start and the patch of its uncommitted changes.
 """
 
+import argparse
 import logging
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePath
+from typing import Any
 
 from src.errors import ConfigError, RunError
-from src.files import ROOT, read_bytes, writing
+from src.files import ROOT, read_bytes, read_json, writing
+from src.launch import arguments
 from src.runs import ledger
 from src.runs.code_version import DIFF_OPTIONS, Git
 from src.runs.environment import code_digest, recorded_processes
 from src.runs.parents import parent_ids
-from src.runs.store import DIFF, SavedRun
+from src.runs.store import DIFF, ENV, SavedRun
+from src.support.torch_settings import WORKSPACE
 
 FOLDER = "reruns"
 """Folder next to the save directories: <id>/code is a worktree, <id>/runs the save directories of its runs."""
+_SHARDING = ("deepspeed", "fsdp", "fsdp_replicas", "fsdp_sharded_gradients")
+_OPTIONS = ("micro_batch", "gradient_checkpointing", "offload_activations", "deterministic", "log_every")
+"""Options that change the rounding or the rows of scores, as those of sharding do: --from-run repeats them."""
 _NEWEST = sys.maxsize
+_ROUNDING = (WORKSPACE, "NVIDIA_TF32_OVERRIDE")
+"""Environment variables that change how torch rounds."""
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +75,69 @@ def rerun(run: SavedRun, data: Path, options: Sequence[str], is_dry: bool, root:
     places = ["-sb", str(runs), "--data_path", str(data.resolve())]
     command = [sys.executable, *start, "trainval.py", "--exp_id", run.name, *places, *options]
     log.info("%s: %s", code, " ".join(command[1:]))
-    return subprocess.run(command, cwd=code, check=False, stdout=sys.stderr).returncode
+    environment = _environment(run)
+    return subprocess.run(command, cwd=code, check=False, stdout=sys.stderr, env=environment).returncode
+
+
+def start_records(run: SavedRun) -> list[dict[str, Any]]:
+    """The records (env.json) of all starts of `run`, the oldest first."""
+    paths = (run.path / "attempts" / f"{number:03d}" / ENV for number in range(1, run.attempts + 1))
+    return [record for path in paths if isinstance(record := read_json(path, RunError, None), dict)]
+
+
+def engine_of_last_start(run: SavedRun) -> str | None:
+    """Name of the engine of the last start, such as "replicated", "fsdp" or "zero2"; None if it is not recorded."""
+    engines = [event.get("engine") for event in ledger.read(run.path) if event["event"] == "start"]
+    return engines[-1] if engines else None
+
+
+def repeated_options(args: argparse.Namespace, command: Sequence[str], root: Path) -> list[str]:
+    """The options of a recorded command of trainval.py that change numbers, but for those that `args` has itself.
+
+    root: of the project. A settings file in it is relative, so that the recreated code uses its own.
+    """
+    old_args = arguments.make_parser("", root).parse_known_args(command[1:])[0]
+    is_sharded = any(getattr(args, name) for name in _SHARDING)
+    words = []
+    for name in (*(() if is_sharded else _SHARDING), *_OPTIONS):
+        value = getattr(old_args, name)
+        if isinstance(value, Path):
+            value = (root / value).resolve()
+            value = value.relative_to(root) if value.is_relative_to(root) else value
+        if value and not getattr(args, name):
+            words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+    return words
+
+
+def _environment(run: SavedRun) -> dict[str, str]:
+    """The variables of this process, and those of the last start that change rounding, if they are not set here."""
+    settings = run.env.get("torch", {})
+    variables = {name: value for name, value in settings.get("variables", {}).items() if name in _ROUNDING}
+    if "threads" in settings:
+        variables["OMP_NUM_THREADS"] = str(settings["threads"])
+    return variables | os.environ
+
+
+def recorded_options(args: argparse.Namespace, run: SavedRun) -> tuple[list[str], list[str]]:
+    """The options of the last start of a run that change its numbers, but for those in `args`; and a warning if they
+    cannot be known, or do not suffice."""
+    starts = start_records(run)
+    commands = [record.get("command") or [""] for record in starts] or [[""]]
+    if any(Path(command[0]).name != "trainval.py" for command in commands):
+        return [], [f"{run.path}: the options of its start were not recorded. Give those such as --micro_batch again."]
+    choices = [repeated_options(args, command, ROOT) for command in commands]
+    options, problems = choices[-1], []
+    processes = [recorded_processes(record.get("variables", {})) for record in starts]
+    if any(each != (options, processes[-1]) for each in zip(choices, processes, strict=True)):
+        problems.append("its starts had different options or numbers of processes, and this one has those of the last")
+    is_sharded = args.deepspeed or args.fsdp or {"--deepspeed", "--fsdp"}.intersection(options)
+    engine = engine_of_last_start(run)
+    if engine not in (None, "replicated", "evaluation") and not is_sharded:
+        problems.append(f"its engine {engine} was not chosen by an option. Add --deepspeed FILE or --fsdp")
+    file = options[options.index("--deepspeed") + 1] if "--deepspeed" in options else ""
+    if Path(file).is_absolute():
+        problems.append(f"the content of {file} was not recorded, and this one has the present one")
+    return options, [f"{run.path}: the numbers can differ: {'; '.join(problems)}."] if problems else []
 
 
 def recreate(run: SavedRun, folder: Path, root: Path = ROOT) -> Path:
@@ -76,15 +147,12 @@ def recreate(run: SavedRun, folder: Path, root: Path = ROOT) -> Path:
     Raises:
         RunError: see `_check`; or the folder has other code.
     """
-    digest = _check(run, root)
-    with tempfile.TemporaryDirectory() as scratch:
-        git = _open(root, Path(scratch), run)
-        inside = os.path.relpath(root.resolve(), git.folder.resolve())
+    digest, top, inside = _check(run, root)
     if not folder.exists():
         with writing(folder):
             folder.parent.mkdir(parents=True, exist_ok=True)
         # By force, as the folder can have been removed by hand. No prune, which would forget other worktrees, too.
-        _run(git.folder, "worktree", "add", "--force", "--quiet", "--detach", str(folder), run.env["commit"])
+        _run(top, "worktree", "add", "--force", "--quiet", "--detach", str(folder), run.env["commit"])
         if patch := _patch(run):
             _run(folder, "apply", "--whitespace=nowarn", "-", text=patch)
     if code_digest.__wrapped__(folder / inside) != digest:  # not the cached one of an earlier call
@@ -94,8 +162,9 @@ def recreate(run: SavedRun, folder: Path, root: Path = ROOT) -> Path:
     return folder / inside
 
 
-def _check(run: SavedRun, root: Path) -> str:
-    """Check that the code of `run` can be recreated from the repository of `root`; returns its digest.
+def _check(run: SavedRun, root: Path) -> tuple[str, Path, str]:
+    """Check that the code of `run` can be recreated from the repository of `root`; returns its digest, the top of the
+    repository, and the folder of the project in it.
 
     Raises:
         RunError: no commit, patch or digest was recorded, or not all changes, or there is no git or no such commit; or
@@ -107,14 +176,25 @@ def _check(run: SavedRun, root: Path) -> str:
     if len(digests) > 1:
         raise RunError(f"{run.path}: {len(digests)} versions of the code trained it. Choose a run with one version.")
     with tempfile.TemporaryDirectory() as scratch:
-        _tree(_open(root, Path(scratch), run), run)
-    unknown = [each["name"] for each in run.env.get("omitted", []) if each["name"].startswith(("src/", "trainval.py"))]
+        git = _open(root, Path(scratch), run)
+        _tree(git, run)
+        inside = os.path.relpath(root.resolve(), git.folder.resolve())
+    unknown = [each["name"] for each in run.env.get("omitted", []) if "reason" not in each or _runs(each, inside)]
     unknown += [each["path"] for each in run.env.get("submodules", [])]
     if unknown:
         raise RunError(
             f"{run.path}: changes of {', '.join(unknown)} were not recorded. Commit them, and run it again with -e."
         )
-    return next(iter(digests))
+    return next(iter(digests)), git.folder, inside
+
+
+def _runs(file: Mapping[str, str], inside: str) -> bool:
+    """Whether a training can read this file: one of src or resources, as for `code_digest` and settings of DeepSpeed,
+    or another module, as exp_configs.py can import any. inside: folder of the project in its repository."""
+    name = PurePath(file["name"])
+    if name.is_relative_to(inside):  # not so for the changes of a snapshot
+        name = name.relative_to(inside)
+    return name.suffix == ".py" or name.parts[0] in ("src", "resources")
 
 
 def _open(root: Path, scratch: Path, run: SavedRun) -> Git:

@@ -187,12 +187,17 @@ class Agent:
         return [row for row in jsonl_records.rows(path) if row.get("event") == "booked"] if path.exists() else []
 
     def _book(self, tool: str, words: Sequence[str], hours: float) -> list[str]:
-        """Check the plan and the limits, and count the runs against them; returns the ids to run."""
+        """Check the plan, and count its runs against the limits; returns the ids to run."""
         self._require_run(tool)
         plan = self._trainval("--dry-run", *words)
         if plan["error"]:
-            raise ConfigError("\n".join(": ".join(filter(None, [e["where"], e["found"]])) for e in _errors(plan)))
+            errors = [plan["error"], *plan["more_errors"]]
+            raise ConfigError("\n".join(": ".join(filter(None, [e["where"], e["found"]])) for e in errors))
         exp_ids = [row["exp_id"] for row in plan["experiments"] if row["state"] != "done"]
+        self._count(tool, exp_ids, hours)
+        return exp_ids
+
+    def _count(self, tool: str, exp_ids: Sequence[str], hours: float) -> None:
         with jsonl_records.open_locked(self.runs / AUDIT) as records:
             rows = self._starts()
             runs = sum(len(row["exp_ids"]) for row in rows) + len(exp_ids)
@@ -205,7 +210,6 @@ class Agent:
                     f"--max-hours {self.max_hours:g}: {rest:.3g} hours are left. Set `hours` to at most that."
                 )
             records.append({"event": "booked", "when": now(), "tool": tool, "exp_ids": exp_ids, "hours": hours})
-        return exp_ids
 
     def _used_hours(self, row: Json) -> float:
         """The hours of a start: until the last of its runs ended, and all booked hours if one has not."""
@@ -295,10 +299,6 @@ def _refuse_places(path: str, value: Any) -> None:
         raise ConfigError(
             f"changes: {path}: {value!r:.60} names a place outside the data folder. Ask a person to add it."
         )
-
-
-def _errors(document: Json) -> list[Json]:
-    return [document["error"], *document["more_errors"]]
 
 
 def _run_json(words: Sequence[str]) -> Json:

@@ -35,8 +35,9 @@ def parse_arguments(
     parser: argparse.ArgumentParser, argv: Sequence[str] | None, has_json: bool = False
 ) -> argparse.Namespace:
     """Parse `argv`. If a shell requests completions (argcomplete), print them and exit.
-    has_json: add --json (`src/support/documents.py`)."""
+    has_json: add --json (`src/support/documents.py`). Options cannot be abbreviated, as programs look for `--json`."""
     words = sys.argv[1:] if argv is None else argv
+    parser.allow_abbrev = False
     if has_json:
         documents.add_option(parser)
     if "_ARGCOMPLETE" in os.environ:

@@ -13,15 +13,6 @@ from pathlib import Path
 from typing import Any, Literal, TextIO, TypedDict
 
 OPTION = "--json"
-EXIT_CODES = {
-    0: "done",
-    1: "an error that the user can fix, or a failed experiment; `error` says which",
-    2: "unknown or missing command-line arguments",
-    75: "stopped with a checkpoint, by a signal or a limit: try again, the same command resumes",
-    130: "interrupted by Ctrl-C or a file `stop`: nothing restarts it",
-    141: "the reader of the output closed the pipe, as `| head` does",
-}
-"""Exit codes of all commands."""
 _USAGE = re.compile(r"(?:argument (.+?): )?(.*)", re.DOTALL)
 _ADVICE = re.compile(r"(?<=[^.])\.\s+(?=\S)")
 

@@ -3,7 +3,6 @@
 import ast
 import json
 import re
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass
 from importlib import import_module
@@ -38,12 +37,11 @@ COMMANDS: dict[str, list[str]] = {
     "results.share": ["RUNS", "-o", "OUT.zip"],
     "results.table": ["RUNS", "--by", "model.stride"],
     "data_prep.assistants.arithmetic": ["--data_path", "OUT"],
-    "data_prep.assistants.oasst_trees": ["counts", "OUT.jsonl"],
     "data_prep.interleaved.digit_pages": ["--data_path", "OUT", "--pages", "4"],
     "data_prep.metadata.html_folder": ["PAGES", "--url", "u/", "--train", "OUT.train.jsonl", "--val", "OUT.val.jsonl"],
     "data_prep.metadata.wiki_index": ["WIKI", "--output", "OUT.db"],
 }
-"""Commands with arguments for `run`. Those of data_prep that are not here print only with `command.report`, too."""
+"""Commands with arguments for `run`. Others of data_prep are in `tests/data_prep/test_json.py`."""
 
 
 @pytest.fixture
@@ -69,9 +67,6 @@ def folder(runs: Path, tmp_path: Path) -> Path:
     (tmp_path / "wiki.xml").write_text(
         f'<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.11/">{page}</mediawiki>'
     )
-    message = {"message_id": "m", "role": "prompter", "lang": "en", "text": "hello", "replies": []}
-    trees = (json.dumps({"message_tree_id": str(i), "tree_state": "growing", "prompt": message}) for i in range(37))
-    (tmp_path / "trees.jsonl").write_text("".join(f"{tree}\n" for tree in trees))
     return tmp_path
 
 
@@ -80,7 +75,6 @@ def words_of(command: str, folder: Path, kind: str) -> list[str]:
     first, second = sorted(path.name for path in (folder / "runs").iterdir() if path.is_dir())[:2]
     places = {"RUNS": str(folder / "runs"), "FIRST": first, "SECOND": second, "PAGES": str(folder / "pages")}
     places |= {"WIKI": str(folder / "wiki.xml"), "OUT": str(folder / kind)}
-    shutil.copy(folder / "trees.jsonl", folder / f"{kind}.jsonl")
     return [re.sub("|".join(places), lambda match: places[match[0]], word) for word in COMMANDS[command]]
 
 
@@ -165,6 +159,16 @@ def test_every_command_prints_json():
         and not line.endswith("oasst_trees")  # its subcommands have the option
     ]
     assert without == []
+
+
+def test_no_command_takes_abbreviated_options(capsys: pytest.CaptureFixture[str]):
+    """`documents.parsing` looks for --json as it is written."""
+    assert [line for line, parser in reference.commands().items() if parser.allow_abbrev] == []
+    for main, words in ((trainval.main, ["--list", "--jso"]), (import_module("results.table").main, ["--jso"])):
+        with pytest.raises(SystemExit) as stop:
+            main(words)
+        assert stop.value.code == 2
+        assert "--jso" in capsys.readouterr().err
 
 
 def test_every_command_of_results_is_compared():

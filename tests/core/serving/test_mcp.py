@@ -175,20 +175,20 @@ def audit(folder: Path, *rows: dict[str, Any]) -> None:
             records.append({"event": "booked", "when": "2026-01-01T00:00:00+00:00", "tool": "start", **row})
 
 
-def test_limits_are_counted_from_the_audit_log(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    """A new server reads them, so a restart gives no new runs."""
-    plan = {"error": None, "experiments": [{"exp_id": "a" * 32, "state": "new"}, {"exp_id": "b" * 32, "state": "done"}]}
-    monkeypatch.setattr(mcp.Agent, "_trainval", lambda *_: plan)
+def test_limits_are_counted_from_the_audit_log(folder: Path):
+    """A new server reads them, so a restart gives no new runs. Real starts: `test_a_run_of_the_server_equals_...`."""
     audit(folder, {"exp_ids": ["c" * 32], "hours": 2.0})
     with pytest.raises(ConfigError, match="--max-runs 1"):
-        mcp.Agent(options(folder, max_runs=1))._book("start", [], 1.0)
+        mcp.Agent(options(folder, max_runs=1))._count("start", ["a" * 32], 1.0)
     with pytest.raises(ConfigError, match=r"--max-hours 2\.5: 0\.5"):
-        mcp.Agent(options(folder, max_hours=2.5))._book("start", [], 1.0)
-    with pytest.raises(ConfigError, match="cannot limit jobs"):
+        mcp.Agent(options(folder, max_hours=2.5))._count("start", ["a" * 32], 1.0)
+    with pytest.raises(ConfigError, match="--max-hours"):
         mcp.Agent(options(folder, max_hours=9)).submit("local", GROUP)
-    assert mcp.Agent(options(folder, max_runs=2, max_hours=3))._book("start", [], 1.0) == ["a" * 32]
+    assert len(jsonl_records.rows(folder / "runs" / mcp.AUDIT)) == 1
+    mcp.Agent(options(folder, max_runs=2, max_hours=3))._count("start", ["a" * 32], 1.0)
     with pytest.raises(ConfigError, match="--max-runs 2"):
-        mcp.Agent(options(folder, max_runs=2))._book("start", [], 1.0)
+        mcp.Agent(options(folder, max_runs=2))._count("start", ["b" * 32], 0.0)
+    mcp.Agent(options(folder, max_runs=2))._count("start", [], 0.0)
 
 
 def test_a_start_that_ended_early_frees_its_hours(folder: Path):
@@ -222,6 +222,8 @@ def test_a_run_of_the_server_equals_that_of_the_command_line(tmp_path: Path):
             assert row["state"] == "done", Path(document["log"]).read_text()
             again = await call(server, "start", {"group": GROUP, "changes": changes | {"loop.steps": 5}, "hours": 0.1})
             assert again["error"]["where"] == "--max-runs 1"
+            again = await call(server, "start", {"group": GROUP, "changes": changes, "hours": 0.999})  # done: no run
+            assert again["error"]["where"] == "--max-hours 1"
 
     anyio.run(session)
     other = tmp_path / "agent" / "runs" / one.name

@@ -100,6 +100,22 @@ def test_another_evaluation_is_never_accepted(runs: Path):
     assert "evaluation code" in remarks[0]
 
 
+@pytest.mark.parametrize("is_partial", [False, True])
+def test_an_unknown_start_is_never_the_base(is_partial: bool, runs: Path):
+    """With one seed with a time, the experiment has its place."""
+    rows = results.load_rows(runs)[0]
+    ids = sorted(row["exp_id"] for row in rows if row["loop.learning_rate"] == 0.1)[is_partial:]
+    for number, name in enumerate(ids):
+        env = runs / name / "attempts" / "001" / "env.json"
+        env.write_text("{}") if number else env.unlink()
+    steps, remarks = progress.find_steps(runs, rows, "val_loss")
+    assert [set(step.exp_ids).issuperset(ids) for step in steps] == ([True] + [False] * 4)[:: 1 if is_partial else -1]
+    (remark,) = remarks
+    assert all((row["exp_id"] in remark) == (row["exp_id"] in ids) for row in rows)
+    assert steps[0].verdict == "first"
+    assert not steps[-1].is_accepted
+
+
 def test_a_minimum_effect_and_a_direction(runs: Path):
     rows = results.load_rows(runs)[0]
     steps, _ = progress.find_steps(runs, rows, "val_loss", min_effect=0.5)
