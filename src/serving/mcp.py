@@ -80,7 +80,8 @@ class Agent:
     def plan(self, group: str, changes: Json | None = None, where: str | None = None, memory: bool = False) -> Json:
         """Check the experiments of a group without running them. changes: values by dotted path, such as
         {"loop.steps": 20}. where: a condition, such as "seed == 0". memory: estimate GPU memory and GPU hours."""
-        return self._trainval("--dry-run", *selection(group, changes, where), *(["--memory", "--cost"] if memory else []))
+        estimates = ["--memory", "--cost"] if memory else []
+        return self._trainval("--dry-run", *selection(group, changes, where), *estimates)
 
     def start(self, group: str, changes: Json | None = None, where: str | None = None, hours: float = 1.0) -> Json:
         """Train experiments on this machine, one after another, for at most `hours` together. See their `status`.
