@@ -80,6 +80,7 @@ def act(args: argparse.Namespace) -> int:
     from src.runs import parents, plan
     from src.runs.store import RunStore
     from src.support import distributed
+    from src.training.checkpointing import continuation
 
     arguments.check(args, distributed.world_size())
     if args.from_run:
@@ -120,6 +121,9 @@ def act(args: argparse.Namespace) -> int:
     pending_ids = actions.pending_parents(places.runs, items) if target else ()
     reset = selected_ids if args.reset or args.job_option == "reset" else ()
     problems = plan.find_problems(items, places, reset, pending_ids, args.micro_batch, target is None, store)
+    saving = arguments.saving_options(args)
+    for exp_id, lines in continuation.check_kept(items, places, store, saving).items():
+        problems.setdefault(exp_id, []).extend(lines)
     messages = plan.merge_problems(problems, all_items)
     if args.dry_run:
         memory = plan_memory(args, items, places) if args.memory else None

@@ -24,7 +24,7 @@ from src.runs.history import branches
 from src.runs.store import CODE_VERSIONS
 from src.support import distributed
 from src.training import loader, seeds
-from src.training.checkpointing import checkpoint
+from src.training.checkpointing import checkpoint, continuation
 from src.training.checkpointing.saver import LoopSnapshot, Saver
 from src.training.config import SHORT_TYPES, LoopConfig, short_weights_message
 from src.training.divergence.guard import DivergenceGuard, Source
@@ -331,8 +331,8 @@ class Loop:
         self.generated = 0  # as after a restart from here
 
     def restore(self) -> None:
-        """Resume from the newest complete checkpoint, if any. Later scores are dropped and recomputed."""
-        folder = distributed.broadcast_from_rank0(lambda: checkpoints.newest_complete(self.run.path))
+        """Resume from the newest complete checkpoint, or continue the parent's training. Later scores are dropped."""
+        folder = continuation.newest_checkpoint(self.run, self.spec.about, self.state.inputs)
         experience: dict[str, Tensor] = {}
         with distributed.raise_together():
             if folder is not None:

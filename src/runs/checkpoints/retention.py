@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 _LEFTOVER_PREFIXES = ("damaged-step-", ".step-", ".damaged-step-")
 """Prefixes of damaged checkpoints that a resume renamed, and of leftovers of killed writers."""
 NeededCheckpoints = AbstractSet[tuple[str, str]]
-"""(id, "last" or "best") of the checkpoints that other experiments start from."""
+"""(id, "last", "best" or "step N") of the checkpoints that other experiments start from."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Plan:
 def needed_by_children(runs: Path) -> tuple[set[tuple[str, str]], list[str]]:
     """The checkpoints that experiments in the folder `runs` start from, and a warning for each unreadable dict.
 
-    The parents in an unreadable dict are unknown: then the last and the best checkpoint of every run are needed.
+    The parents in an unreadable dict are unknown: then all checkpoints of every run are needed.
     """
     result: set[tuple[str, str]] = set()
     warnings = []
@@ -65,11 +65,10 @@ def needed_by_children(runs: Path) -> tuple[set[tuple[str, str]], list[str]]:
         try:
             result.update(parents.parent_checkpoints(SavedRun(runs / name).exp))
         except UserError as error:
-            warnings.append(
-                f"{error} Its parent is unknown, so the last and the best checkpoint of every run are kept."
-            )
+            warnings.append(f"{error} Its parent is unknown, so the checkpoints of every run are kept.")
     if warnings:
         result.update((name, which) for name in names for which in ("last", "best"))
+        result.update((name, _name(path)) for name in names for path in checkpoints.list_all(runs / name))
     return result, warnings
 
 
@@ -110,6 +109,7 @@ def plan(run: Path, rule: CleanupRule, by_others: NeededCheckpoints, now: float)
         required_paths.add(checkpoints.folder(run, best))
     if (run.name, "last") in by_others and type(state.get("step")) is int:
         required_paths.add(checkpoints.folder(run, state["step"]))
+    required_paths |= {path for path in complete_paths if (run.name, _name(path)) in by_others}
     before = now - rule.older_than_seconds
     deletable = [
         path
@@ -151,6 +151,11 @@ def remove(cleanup: Plan) -> None:
     for path in hidden_paths:
         with writing(path):
             shutil.rmtree(path)
+
+
+def _name(checkpoint: Path) -> str:
+    """The checkpoint's name in `NeededCheckpoints`."""
+    return parents.name_step(checkpoints.step_of(checkpoint))
 
 
 def folder_bytes(path: Path) -> int:
@@ -231,6 +236,9 @@ class Rotation:
         self._sign = 1 if mode == "min" else -1
         self._silence = pins.StalenessProbe()
         self._is_parent: bool | None = None
+        self._read_names: set[str] = set()
+        self._continued: set[str] = set()
+        """Names "step N" of the checkpoints from which the runs `_read_names` continue this training."""
 
     def rotate(self, step: int, best_step: int | None) -> None:
         """Delete old checkpoints after the checkpoint of `step` is written, and leftovers of killed writers.
@@ -275,7 +283,19 @@ class Rotation:
             candidates = [path for path in candidates if path not in best]
         if candidates and (before := self._last_offered_step()):
             candidates = [path for path in candidates if checkpoints.step_of(path) > before]
-        return candidates
+        if candidates:
+            self._find_continued()
+        return [path for path in candidates if _name(path) not in self._continued]
+
+    def _find_continued(self) -> None:
+        """Add the runs that were started since the last call. Their dicts never change.
+        A run without a readable dict cannot start from here either."""
+        for name in sorted({*os.listdir(self._run.parent)} - self._read_names):
+            if not name.startswith(".") and (self._run.parent / name / EXP_DICT).exists():
+                with suppress(UserError):
+                    needed = parents.parent_checkpoints(SavedRun(self._run.parent / name).exp)
+                    self._continued |= {which for parent, which in needed if parent == self._run.name}
+                    self._read_names.add(name)
 
     def _best(self, complete_paths: Collection[Path]) -> set[Path]:
         """The best evaluated checkpoints; ties go to the earliest, as in `ModelSelection`."""

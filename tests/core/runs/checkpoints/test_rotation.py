@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from src.errors import ConfigError
-from src.files import defect
+from src.files import defect, write_json
 from src.runs.checkpoints import checkpoints
 from src.runs.checkpoints.retention import Rotation, RotationRule
 from src.runs.context import Options
@@ -104,6 +104,20 @@ def test_the_rule_selects_checkpoints(
     tmp_path: Path, keep: RotationRule, losses: Losses, mode: str, remaining: list[int]
 ):
     assert train(tmp_path, losses, keep, mode) == remaining
+
+
+def test_a_checkpoint_that_another_run_continues_from_is_not_deleted(tmp_path: Path):
+    """The other runs start while this one trains."""
+    run, children = tmp_path / ("ab" * 16), {3: 2, 7: 6}
+    rotation = Rotation(run, RotationRule(last=1), "val_loss", "min")
+    for step in range(1, 10):
+        save(run, step)
+        if step in children:
+            exp = {"seed": step, "model": {"name": "experiment", "exp_id": run.name, "step": children[step]}}
+            write_json(tmp_path / str(step) / "exp_dict.json", exp)
+        if step > 2:
+            rotation.rotate(step, None)
+    assert steps(run) == [2, 6, 9]
 
 
 def test_of_equals_the_earliest_is_the_better(tmp_path: Path):
