@@ -80,7 +80,6 @@ def act(args: argparse.Namespace) -> int:
     from src.runs import parents, plan
     from src.runs.store import RunStore
     from src.support import distributed
-    from src.training.checkpointing import continuation
 
     arguments.check(args, distributed.world_size())
     if args.from_run:
@@ -122,7 +121,7 @@ def act(args: argparse.Namespace) -> int:
     reset = selected_ids if args.reset or args.job_option == "reset" else ()
     problems = plan.find_problems(items, places, reset, pending_ids, args.micro_batch, target is None, store)
     saving = arguments.saving_options(args)
-    for exp_id, lines in continuation.check_kept(items, places, store, saving).items():
+    for exp_id, lines in plan.find_unkept_steps(items, places, store, saving).items():
         problems.setdefault(exp_id, []).extend(lines)
     messages = plan.merge_problems(problems, all_items)
     if args.dry_run:

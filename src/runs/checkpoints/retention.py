@@ -237,7 +237,7 @@ class Rotation:
         self._silence = pins.StalenessProbe()
         self._is_parent: bool | None = None
         self._read_names: set[str] = set()
-        self._continued: set[str] = set()
+        self._child_steps: set[str] = set()
         """Names "step N" of the checkpoints from which the runs `_read_names` continue this training."""
 
     def rotate(self, step: int, best_step: int | None) -> None:
@@ -284,17 +284,17 @@ class Rotation:
         if candidates and (before := self._last_offered_step()):
             candidates = [path for path in candidates if checkpoints.step_of(path) > before]
         if candidates:
-            self._find_continued()
-        return [path for path in candidates if _name(path) not in self._continued]
+            self._find_child_steps()
+        return [path for path in candidates if _name(path) not in self._child_steps]
 
-    def _find_continued(self) -> None:
+    def _find_child_steps(self) -> None:
         """Add the runs that were started since the last call. Their dicts never change.
         A run without a readable dict cannot start from here either."""
         for name in sorted({*os.listdir(self._run.parent)} - self._read_names):
             if not name.startswith(".") and (self._run.parent / name / EXP_DICT).exists():
                 with suppress(UserError):
-                    needed = parents.parent_checkpoints(SavedRun(self._run.parent / name).exp)
-                    self._continued |= {which for parent, which in needed if parent == self._run.name}
+                    pairs = parents.parent_checkpoints(SavedRun(self._run.parent / name).exp)
+                    self._child_steps |= {which for parent, which in pairs if parent == self._run.name}
                     self._read_names.add(name)
 
     def _best(self, complete_paths: Collection[Path]) -> set[Path]:

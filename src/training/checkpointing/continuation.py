@@ -9,29 +9,26 @@ gives several finished models, each after its own decay (Hu et al. 2024, "MiniCP
 The best step, early stopping and score rows start anew.
 """
 
-import contextlib
 import logging
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from src import files
-from src.errors import CheckpointError, ConfigError, RunError, UserError
+from src.errors import CheckpointError, ConfigError, RunError
 from src.experiments.config import Places
 from src.experiments.interfaces import load_experiment
 from src.experiments.registry import name_of
 from src.runs.checkpoints import checkpoints
-from src.runs.context import Options, Run
+from src.runs.context import Run
 from src.runs.history import branches
-from src.runs.store import CONFIG, RunStore
+from src.runs.store import CONFIG
 from src.support import distributed
 
 if TYPE_CHECKING:
-    from src.recipes.training_recipe import TrainingRecipe
     from src.training.checkpointing.checkpoint import CheckpointMetadata
-    from src.training.config import LoopConfig
 
 log = logging.getLogger(__name__)
 _EQUAL = (
@@ -46,8 +43,10 @@ _OWN_INPUTS = ("parent ", "pretrained model")
 """Prefixes of names of inputs that differ between a run and its continuation."""
 
 
-def check(recipe: "TrainingRecipe", places: Places) -> None:
+def check(recipe: Any, places: Places) -> None:
     """Check that an experiment with a `step` in its model can continue the training of its parent.
+
+    recipe: a `TrainingRecipe`.
 
     Raises:
         ConfigError: one line for each setting that differs from the parent's and must not.
@@ -58,7 +57,7 @@ def check(recipe: "TrainingRecipe", places: Places) -> None:
                 f"{path}.step: {step}, but only `model` itself can continue a training. Use ref(...) without a step, "
                 "for the last checkpoint."
             )
-    model: Any = recipe.model
+    model = recipe.model
     step = getattr(model, "step", None) if model.name == "experiment" else None
     if step is None or recipe.loop is None:
         return
@@ -87,9 +86,8 @@ def check(recipe: "TrainingRecipe", places: Places) -> None:
         raise ConfigError("\n".join(lines))
 
 
-def _differences(recipe: "TrainingRecipe", parent: Any) -> Iterator[str]:
+def _differences(recipe: Any, parent: Any) -> Iterator[str]:
     """One line for each setting that must be equal in both and is not."""
-    assert recipe.loop is not None, "the caller has checked it"
     names = [*_EQUAL, *(["micro_batch"] if recipe.loop.group_by_length else [])]
     pairs: list[tuple[str, Any, Any]] = [
         ("recipe", name_of(recipe), name_of(parent)),
@@ -105,7 +103,7 @@ def _differences(recipe: "TrainingRecipe", parent: Any) -> Iterator[str]:
             )
 
 
-def _data_pairs(recipe: "TrainingRecipe", parent: Any) -> Iterator[tuple[str, Any, Any]]:
+def _data_pairs(recipe: Any, parent: Any) -> Iterator[tuple[str, Any, Any]]:
     """(path, value, the parent's value) of the settings that determine the training data and their order."""
     ours, theirs = (each.data.model_dump(mode="json") for each in (recipe, parent))
     yield "data.name", recipe.data.name, parent.data.name
@@ -140,41 +138,6 @@ def _require_unchanged_order(checkpoint: Path, step: int) -> None:
             f"{checkpoint}: its run was rewound to step {before[0].from_step}, which changed its settings from there. "
             f"Continue from a checkpoint up to step {before[0].from_step}."
         )
-
-
-def check_kept(items: Sequence[Any], places: Places, store: RunStore, options: Options) -> dict[str, list[str]]:
-    """Messages, by id, for experiments that continue a training of the same command whose rule deletes the checkpoint.
-
-    items: `plan.PlannedExperiment`s in the order of their training. options: those of the command.
-    """
-    recipes: dict[str, Any] = {}
-    problems: dict[str, list[str]] = {}
-    for item in items:
-        model = getattr(item.recipe, "model", None)
-        parent, step = recipes.get(getattr(model, "exp_id", "")), getattr(model, "step", None)
-        if parent and step and not checkpoints.folder(places.runs / model.exp_id, step).exists():
-            with contextlib.suppress(UserError):  # a problem of the parent
-                if text := _why_not_kept(parent.with_steps(places).loop, step, options):
-                    where = f"{item.where}.model.step: {step}: parent {model.exp_id}, trained by this command,"
-                    problems[item.exp_id] = [f"{where} {text}"]
-        if store[item.exp_id].state_or_damage != "done":
-            recipes[item.exp_id] = item.recipe
-    return problems
-
-
-def _why_not_kept(loop: "LoopConfig", step: int, options: Options) -> str:
-    """Why a training does not keep its checkpoint of `step`, apart from the best one, or ""."""
-    periodic = {at for every in options.save_intervals(loop.eval_every) for at in range(every, loop.steps + 1, every)}
-    saved = sorted({*periodic, *loop.extra_eval_steps, loop.steps})
-    if step not in saved:
-        return f"has checkpoints of steps {_list(saved)}. Use one of them, or add --save_every."
-    every = options.keep.every
-    kept = [each for each in saved if each in saved[-options.keep.last :] or (every and each % every == 0)]
-    return "" if step in kept else f"keeps only those of steps {_list(kept)}. Add --keep_every, with a divisor of it."
-
-
-def _list(steps: Sequence[int]) -> str:
-    return ", ".join(map(str, steps[:10])) + (f" and {len(steps) - 10} more" if len(steps) > 10 else "")
 
 
 def newest_checkpoint(run: Run, about: "CheckpointMetadata", inputs: Mapping[str, str]) -> Path | None:

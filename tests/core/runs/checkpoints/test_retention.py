@@ -115,7 +115,7 @@ def test_with_a_missing_dict_any_run_can_be_a_parent(tmp_path: Path):
     assert retention.needed_by_children(tmp_path)[1] == []
     (make(tmp_path, child(1, experiment(0), "best")) / "exp_dict.json").unlink()
     assert "exp_dict.json: no such file" in retention.needed_by_children(tmp_path)[1][0]
-    assert clean(tmp_path, run) == [1, 3]
+    assert clean(tmp_path, run) == [1, 2, 3]
 
 
 def test_leftovers_are_deleted(tmp_path: Path):
