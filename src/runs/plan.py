@@ -323,7 +323,7 @@ def find_unkept_steps(
         parent, step = recipes.get(getattr(model, "exp_id", "")), getattr(model, "step", None)
         if parent and step and not checkpoints.folder(places.runs / model.exp_id, step).exists():
             with contextlib.suppress(UserError):  # a problem of the parent
-                if text := _why_not_kept(parent.with_steps(places).loop, step, options):
+                if text := _deletion_reason(parent.with_steps(places).loop, step, options):
                     where = f"{item.where}.model.step: {step}: parent {model.exp_id}, trained by this command,"
                     problems[item.exp_id] = [f"{where} {text}"]
         if store[item.exp_id].state_or_damage != "done":
@@ -331,15 +331,19 @@ def find_unkept_steps(
     return problems
 
 
-def _why_not_kept(loop: Any, step: int, options: Options) -> str:
+def _deletion_reason(loop: Any, step: int, options: Options) -> str:
     """Why a training does not keep its checkpoint of `step`, apart from the best one, or ""."""
     periodic = {at for every in options.save_intervals(loop.eval_every) for at in range(every, loop.steps + 1, every)}
     saved = sorted({*periodic, *loop.extra_eval_steps, loop.steps})
     if step not in saved:
         return f"has checkpoints of steps {_list(saved)}. Use one of them, or add --save_every."
     every = options.keep.every
-    kept = [each for each in saved if each in saved[-options.keep.last :] or (every and each % every == 0)]
-    return "" if step in kept else f"keeps only those of steps {_list(kept)}. Add --keep_every, with a divisor of it."
+    remaining = [each for each in saved if each in saved[-options.keep.last :] or (every and each % every == 0)]
+    return (
+        ""
+        if step in remaining
+        else f"keeps only those of steps {_list(remaining)}. Add --keep_every, with a divisor of it."
+    )
 
 
 def _list(steps: Sequence[int]) -> str:

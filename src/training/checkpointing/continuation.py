@@ -35,7 +35,7 @@ _EQUAL = (
     *("sequences_per_step", "group_by_length", "optimizer", "adam_beta1", "adam_beta2", "groups", "layerwise_decay"),
 )
 """Fields of `loop` that a continuation shares with its parent."""
-_WRITTEN = ("state.json", "model.json", CONFIG, branches.FILE, files.MANIFEST, "tokenizer")
+_RUN_FILES = ("state.json", "model.json", CONFIG, branches.FILE, files.MANIFEST, "tokenizer")
 """Entries of a checkpoint that describe the run, so that they are not copied."""
 _COPY_TIME = timedelta(days=1)
 """How long other ranks wait for the copy of a checkpoint, as a large one on a slow disk takes long."""
@@ -189,7 +189,7 @@ def _copy(source: Path, run: Run, about: "CheckpointMetadata", state: dict[str, 
 
     with checkpoint.begin(run.path, state["step"]) as folder:
         for path in source.iterdir():
-            if path.name not in _WRITTEN:
+            if path.name not in _RUN_FILES:
                 (shutil.copytree if path.is_dir() else shutil.copy)(path, folder / path.name)
         checkpoint.write(folder, None, None, state, about)
         for name, content in checkpoint.origin(run.path).items():
