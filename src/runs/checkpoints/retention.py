@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from src.errors import ConfigError, RunError, UserError
-from src.files import defect, read_bytes, sync_directory, writing
+from src.files import defect, read_bytes, read_json, sync_directory, write_json, writing
 from src.runs import parents
 from src.runs.checkpoints import checkpoints, pins
 from src.runs.history import archive, branches
@@ -26,6 +26,8 @@ from src.runs.store import EXP_DICT, JOB, STATUS, SavedRun
 log = logging.getLogger(__name__)
 _LEFTOVER_PREFIXES = ("damaged-step-", ".step-", ".damaged-step-")
 """Prefixes of damaged checkpoints that a resume renamed, and of leftovers of killed writers."""
+CONTINUED = Path("checkpoints", "continued.json")
+"""File of a run that lists the steps from which other experiments continue; see `mark_continued`."""
 NeededCheckpoints = AbstractSet[tuple[str, str]]
 """(id, "last", "best" or "step N") of the checkpoints that other experiments start from."""
 
@@ -70,6 +72,22 @@ def needed_by_children(runs: Path) -> tuple[set[tuple[str, str]], list[str]]:
         result.update((name, which) for name in names for which in ("last", "best"))
         result.update((name, _name(path)) for name in names for path in checkpoints.list_all(runs / name))
     return result, warnings
+
+
+def mark_continued(run: Path, step: int) -> None:
+    """Record that another experiment continues from the checkpoint of `step`, so that `Rotation` does not delete it.
+    Check afterwards that it still exists.
+
+    Raises:
+        RunError: the record is damaged, or the disk refuses.
+    """
+    with directory_lock(run, create=False):
+        write_json(run / CONTINUED, sorted({*read_continued(run), step}))
+
+
+def read_continued(run: Path) -> list[int]:
+    """The steps of `mark_continued`."""
+    return read_json(run / CONTINUED, RunError) if (run / CONTINUED).exists() else []
 
 
 def describe_holder(run: Path) -> str:
@@ -236,9 +254,6 @@ class Rotation:
         self._sign = 1 if mode == "min" else -1
         self._silence = pins.StalenessProbe()
         self._is_parent: bool | None = None
-        self._read_names: set[str] = set()
-        self._child_steps: set[str] = set()
-        """Names "step N" of the checkpoints from which the runs `_read_names` continue this training."""
 
     def rotate(self, step: int, best_step: int | None) -> None:
         """Delete old checkpoints after the checkpoint of `step` is written, and leftovers of killed writers.
@@ -283,19 +298,7 @@ class Rotation:
             candidates = [path for path in candidates if path not in best]
         if candidates and (before := self._last_offered_step()):
             candidates = [path for path in candidates if checkpoints.step_of(path) > before]
-        if candidates:
-            self._find_child_steps()
-        return [path for path in candidates if _name(path) not in self._child_steps]
-
-    def _find_child_steps(self) -> None:
-        """Add the runs that were started since the last call. Their dicts never change.
-        A run without a readable dict cannot start from here either."""
-        for name in sorted({*os.listdir(self._run.parent)} - self._read_names):
-            if not name.startswith(".") and (self._run.parent / name / EXP_DICT).exists():
-                with suppress(UserError):
-                    pairs = parents.parent_checkpoints(SavedRun(self._run.parent / name).exp)
-                    self._child_steps |= {which for parent, which in pairs if parent == self._run.name}
-                    self._read_names.add(name)
+        return candidates
 
     def _best(self, complete_paths: Collection[Path]) -> set[Path]:
         """The best evaluated checkpoints; ties go to the earliest, as in `ModelSelection`."""
@@ -336,8 +339,9 @@ class Rotation:
         folder = self._run / "checkpoints"
         with directory_lock(self._run, create=False), writing(folder):
             pinned = pins.find_pinned(self._run, deletable, self._silence)
+            continued_steps = read_continued(self._run)
             for path in deletable:
-                if path not in pinned:
+                if path not in pinned and checkpoints.step_of(path) not in continued_steps:
                     with suppress(FileNotFoundError):  # deleted by another process just now
                         path.rename(path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.old"))
             sync_directory(folder)

@@ -21,10 +21,10 @@ from src.errors import CheckpointError, ConfigError, RunError
 from src.experiments.config import Places
 from src.experiments.interfaces import load_experiment
 from src.experiments.registry import name_of
-from src.runs.checkpoints import checkpoints
+from src.runs.checkpoints import checkpoints, retention
 from src.runs.context import Run
 from src.runs.history import branches
-from src.runs.store import CONFIG
+from src.runs.store import CONFIG, SavedRun
 from src.support import distributed
 
 if TYPE_CHECKING:
@@ -156,7 +156,10 @@ def newest_checkpoint(run: Run, about: "CheckpointMetadata", inputs: Mapping[str
         newest = checkpoints.newest_complete(run.path)
         if newest is not None or step is None:
             return newest
-        source = checkpoints.of_step(run.places.runs / model["exp_id"], step)
+        parent = SavedRun(run.places.runs / model["exp_id"])
+        if parent.state != "done":
+            retention.mark_continued(parent.path, step)
+        source = checkpoints.of_step(parent.path, step)
         state = files.read_json(source / "state.json", CheckpointError)
         _require_unchanged_order(source, step)
         _require_equal_inputs(source, state["inputs"], inputs)

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from src.errors import ConfigError
-from src.files import defect, write_json
+from src.files import defect
 from src.runs.checkpoints import checkpoints
-from src.runs.checkpoints.retention import Rotation, RotationRule
+from src.runs.checkpoints.retention import Rotation, RotationRule, mark_continued
 from src.runs.context import Options
 
 EXP = {"recipe": "toy", "seed": 0, "model": {"name": "m"}}
@@ -108,16 +108,14 @@ def test_the_rule_selects_checkpoints(
 
 def test_a_checkpoint_that_another_run_continues_from_is_not_deleted(tmp_path: Path):
     """The other runs start while this one trains."""
-    run, children = tmp_path / ("ab" * 16), {3: 2, 7: 6}
-    rotation = Rotation(run, RotationRule(last=1), "val_loss", "min")
+    rotation, children = Rotation(tmp_path, RotationRule(last=1), "val_loss", "min"), {3: 2, 7: 6}
     for step in range(1, 10):
-        save(run, step)
+        save(tmp_path, step)
         if step in children:
-            exp = {"seed": step, "model": {"name": "experiment", "exp_id": run.name, "step": children[step]}}
-            write_json(tmp_path / str(step) / "exp_dict.json", exp)
+            mark_continued(tmp_path, children[step])
         if step > 2:
             rotation.rotate(step, None)
-    assert steps(run) == [2, 6, 9]
+    assert steps(tmp_path) == [2, 6, 9]
 
 
 def test_of_equals_the_earliest_is_the_better(tmp_path: Path):

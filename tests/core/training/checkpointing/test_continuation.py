@@ -170,6 +170,20 @@ def test_dry_run_names_the_checkpoints_that_the_parent_will_keep(tmp_path: Path,
     assert toy.main(all_at_once, GROUPS, tmp_path) == 0, "the newest two are steps 8 and 12"
 
 
+def test_a_run_continues_one_that_is_not_done(world: Path, tmp_path: Path):
+    folder = tmp_path / "unfinished"
+    shutil.copytree(world, folder)
+    shutil.rmtree(folder / "runs" / exp_id(DECAY))
+    parent = folder / "runs" / exp_id(STABLE)
+    write_json(parent / "status.json", {**json.loads((parent / "status.json").read_text()), "state": "stopped"})
+    shutil.rmtree(checkpoints.folder(parent, 12))
+    assert toy.main(["-e", "decay", *KEEP], GROUPS, folder) == 0
+    assert toy.rows(folder, exp_id(DECAY)) == toy.rows(world, exp_id(DECAY))
+    assert toy.main(["-e", "stable", "--log_every", "1", "--keep_last", "1"], GROUPS, folder) == 0
+    assert checkpoints.folder(parent, STEP).exists()
+    assert not checkpoints.folder(parent, 4).exists()
+
+
 @pytest.mark.slow
 def test_resume_after_kills_is_bit_exact(world: Path, tmp_path: Path):
     folder = tmp_path / "killed"

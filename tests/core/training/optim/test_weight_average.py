@@ -171,8 +171,8 @@ def test_resume_after_kills_is_bit_exact(tmp_path: Path, processes: int):
         if processes == 1:
             toy.kill_midway(root, ["-e", "ema", *OPTIONS], tmp_path, exp_id(EXP))
         else:
-            stopped = toy.run(root, ["-e", "ema", *OPTIONS, "--stop_after", "0"], tmp_path, processes)
-            assert stopped.returncode != 0
+            process = toy.run(root, ["-e", "ema", *OPTIONS, "--stop_after", "0"], tmp_path, processes)
+            assert process.returncode != 0
     assert toy.run(root, ["-e", "ema", *OPTIONS], tmp_path, processes).returncode == 0
     assert toy.rows(tmp_path, exp_id(EXP)) == rows
     assert (checkpoint_of(tmp_path) / AVERAGE).read_bytes() == average
