@@ -26,7 +26,7 @@ from src.runs.store import EXP_DICT, JOB, STATUS, SavedRun
 log = logging.getLogger(__name__)
 _LEFTOVER_PREFIXES = ("damaged-step-", ".step-", ".damaged-step-")
 """Prefixes of damaged checkpoints that a resume renamed, and of leftovers of killed writers."""
-CONTINUED = Path("checkpoints", "continued.json")
+CHILD_STEPS = Path("checkpoints", "continued.json")
 """File of a run that lists the steps from which other experiments continue; see `mark_continued`."""
 NeededCheckpoints = AbstractSet[tuple[str, str]]
 """(id, "last", "best" or "step N") of the checkpoints that other experiments start from."""
@@ -82,12 +82,12 @@ def mark_continued(run: Path, step: int) -> None:
         RunError: the record is damaged, or the disk refuses.
     """
     with directory_lock(run, create=False):
-        write_json(run / CONTINUED, sorted({*read_continued(run), step}))
+        write_json(run / CHILD_STEPS, sorted({*read_continued(run), step}))
 
 
 def read_continued(run: Path) -> list[int]:
     """The steps of `mark_continued`."""
-    return read_json(run / CONTINUED, RunError) if (run / CONTINUED).exists() else []
+    return read_json(run / CHILD_STEPS, RunError) if (run / CHILD_STEPS).exists() else []
 
 
 def describe_holder(run: Path) -> str:
