@@ -6,7 +6,7 @@ the parent's settings it repeats the parent's later steps bit by bit. One long r
 gives several finished models, each after its own decay (Hu et al. 2024, "MiniCPM", section 4; Hägele et al. 2024,
 "Scaling laws and compute-optimal training beyond fixed training durations").
 
-The best step, early stopping and score rows start anew.
+The best step, early stopping and score rows start again.
 """
 
 import logging
@@ -149,8 +149,8 @@ def newest_checkpoint(run: Run, about: "CheckpointMetadata", inputs: Mapping[str
         CheckpointError: the parent's checkpoint is missing or damaged.
         RunError: the data or the tokenizer have changed since the parent's training, or the disk refuses.
     """
-    model = run.dir.exp["model"]
-    step = model.get("step") if model["name"] == "experiment" else None
+    model = run.dir.exp.get("model", {})
+    step = model.get("step") if model.get("name") == "experiment" else None
 
     def find() -> Path | None:
         newest = checkpoints.newest_complete(run.path)
@@ -180,7 +180,7 @@ def _require_equal_inputs(source: Path, before: Mapping[str, str], now: Mapping[
 
 
 def _own_state(source: Path, run: Run) -> dict[str, Any]:
-    """The parts of the state that start anew."""
+    """The parts of the state that start again."""
     fresh: dict[str, Any] = {"selection": {"best_value": None, "best_step": None, "without_gain": 0}}
     theirs, ours = (files.read_json(folder / CONFIG, CheckpointError)["loop"] for folder in (source, run.path))
     return fresh if theirs["divergence"] == ours["divergence"] else {**fresh, "detector": {}}
