@@ -319,7 +319,7 @@ def find_unkept_steps(
     recipes: dict[str, Any] = {}
     problems: dict[str, list[str]] = {}
     for item in items:
-        model = getattr(item.recipe, "model", None)
+        model: Any = getattr(item.recipe, "model", None)
         parent, step = recipes.get(getattr(model, "exp_id", "")), getattr(model, "step", None)
         if parent and step and not checkpoints.folder(places.runs / model.exp_id, step).exists():
             with contextlib.suppress(UserError):  # a problem of the parent

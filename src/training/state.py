@@ -109,7 +109,7 @@ class State:
         before = self.inputs
         # Other versions of the code can have recorded other content samples.
         compared_names = {
-            name for name in now | before if (name in now and name in before) or not name.startswith(CONTENT)
+            name for name in {**now, **before} if (name in now and name in before) or not name.startswith(CONTENT)
         }
         changed = sorted(name for name in compared_names if now.get(name) != before.get(name))
         if changed:

@@ -75,13 +75,13 @@ def of_step(run: Path, step: int, hashes: bool = True) -> Path:
         CheckpointError: it is missing or damaged. Names the steps of the other checkpoints.
     """
     checkpoint = folder(run, step)
-    if checkpoint.exists() and not (problem := defect(checkpoint, hashes)):
+    problem = defect(checkpoint, hashes) if checkpoint.exists() else "missing"
+    if problem is None:
         return checkpoint
-    wrong = f"damaged ({problem})" if checkpoint.exists() else "no such checkpoint"
     steps = ", ".join(str(step_of(path)) for path in list_all(run) if path != checkpoint)
     raise CheckpointError(
-        f"{checkpoint}: {wrong}. Steps of the other checkpoints: {steps or 'none'}. Start from one of them, or train "
-        f"the run again with a --keep_every that divides {step}."
+        f"{checkpoint}: cannot be used: {problem.rstrip('.')}. Steps of the other checkpoints: {steps or 'none'}. "
+        f"Start from one of them, or train the run again with a --keep_every that divides {step}."
     )
 
 

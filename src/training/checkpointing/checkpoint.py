@@ -119,7 +119,7 @@ def _require_equal_experience(tensors: dict[str, Tensor]) -> None:
 
 
 def load_experience(folder: Path) -> dict[str, Tensor]:
-    """Read the tensors of `write_experience`, on the CPU; {} if the file is missing."""
+    """Read the copies of `copy_experience`, on the CPU; {} if the file is missing."""
     return read_tensors(folder / EXPERIENCE) if (folder / EXPERIENCE).exists() else {}
 
 
