@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from exp_configs import EXP_GROUPS
 from src.errors import ConfigError, RunError
 from src.experiments.config import Places
 from src.experiments.grid import override, ref
@@ -115,6 +116,25 @@ def test_a_setting_that_cannot_change_is_refused(tmp_path: Path, change: dict[st
     with pytest.raises(ConfigError) as error:
         continuation.check(recipe, places(tmp_path))  # type: ignore[arg-type]
     assert any(line.startswith(f"{path}: ") and value in line for line in str(error.value).splitlines())
+
+
+@pytest.mark.parametrize("name", ["dpo", "grpo"])
+def test_a_recipe_that_refers_to_its_first_model_is_refused(tmp_path: Path, name: str):
+    exps = (exp for group in EXP_GROUPS.values() for exp in group if exp["recipe"] == name)
+    exp = next(exp for exp in exps if exp["model"]["name"] == "experiment")
+    recipe: Any = load_experiment(override(exp, {"model.step": STEP}), "")
+    with pytest.raises(ConfigError, match=rf"^model\.step: .*'{name}'"):
+        continuation.check(recipe, places(tmp_path))
+
+
+def test_phases_that_would_have_started_elsewhere_are_refused(tmp_path: Path):
+    phases = [{"data": toy.BASE["data"], "until": 0.5}, {"data": toy.BASE["data"]}]
+    parent = override(STABLE, {"data": {"name": "phases", "phases": phases}})
+    child: Any = override(parent, {"model": ref(parent, step=STEP)})
+    all_places = Places(tmp_path, tmp_path, {exp_id(parent): parent})
+    continuation.check(load_experiment(child, ""), all_places)
+    with pytest.raises(ConfigError, match=r"data\.phases .*\[0\].*\[0, 6\]"):
+        continuation.check(load_experiment(override(child, {"loop.steps": 16}), ""), all_places)
 
 
 def test_settings_that_can_change(tmp_path: Path):

@@ -29,9 +29,9 @@ GROUPS = {"ema": [EXP], "plain": [toy.BASE]}
 OPTIONS = ["--log_every", "1"]
 
 
-def small_model(bias: bool = True) -> nn.Sequential:
+def small_model(bias: bool = True) -> Any:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 5, bias), nn.Linear(5, 2))
+    model: Any = nn.Sequential(nn.Linear(3, 5, bias), nn.Linear(5, 2))
     model[1].bias.requires_grad_(False)
     return model
 
