@@ -1,6 +1,8 @@
 """Every experiment: EXP_GROUPS maps the name of a group to a list of plain dicts.
 `python trainval.py -e NAME` runs a group."""
 
+from typing import Any
+
 from src.experiments.grid import grid, override, ref, seeds, zip_axes  # noqa: F401  for your experiments
 from src.systems.assistants.groups import GROUPS as ASSISTANTS
 from src.systems.assistants.presets import GROUPS as ASSISTANT_PRESETS
@@ -35,6 +37,20 @@ RESEARCH_TINY = override(
     },
 )
 
+# One run with a constant learning rate, and three finished models that decay from its checkpoints in 20 % of their
+# steps. Train the group with --keep_every 40.
+WSD_TINY = override(
+    BASE_TINY,
+    {"loop.steps": 160, "loop.schedule": "constant_with_warmup", "loop.eval_every": 40},
+)
+
+
+def decay_tiny(step: int) -> dict[str, Any]:
+    """A decay from the checkpoint of `step`."""
+    loop = {"loop.steps": step * 5 // 4, "loop.schedule": "wsd", "loop.decay_rate": 0.2, "loop.decay_shape": "sqrt"}
+    return override(WSD_TINY, {"model": ref(WSD_TINY, step=step), **loop})
+
+
 EXP_GROUPS = {
     **ASSISTANTS,
     **ASSISTANT_PRESETS,
@@ -47,6 +63,7 @@ EXP_GROUPS = {
     ),
     **DEMO,
     "research_tiny": [RESEARCH_TINY],
+    "wsd_tiny": [WSD_TINY, *(decay_tiny(step) for step in (80, 120, 160))],
     **CROSSATTN,
     **CONTEXT_BASELINES,
     **METADATA,

@@ -113,9 +113,12 @@ def seeds(experiments: Iterable[Experiment], seeds: int | Sequence[int]) -> list
     return [set_path(exp, "seed", seed, must_exist=False) for exp in experiments for seed in values]
 
 
-def ref(parent: Experiment, checkpoint: str = "last") -> dict[str, Any]:
+def ref(parent: Experiment, checkpoint: str = "last", step: int | None = None) -> dict[str, Any]:
     """Model dict that starts from the model trained by `parent`.
     It contains the parent's id, so changing the parent changes the child's id.
+
+    step: continue the training of `parent` after this step, with its optimizer state and data position, instead of
+    starting a new training from its weights. See src/training/checkpointing/continuation.py.
 
     Raises:
         ConfigError: `parent` is not a valid experiment.
@@ -125,6 +128,7 @@ def ref(parent: Experiment, checkpoint: str = "last") -> dict[str, Any]:
         "name": "experiment",
         "exp_id": exp_id(canonical_dict(parent, load_experiment(parent, "ref"))),
         "checkpoint": checkpoint,
+        **({} if step is None else {"step": step}),
     }
 
 

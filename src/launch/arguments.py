@@ -4,6 +4,7 @@ import argparse
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -343,8 +344,7 @@ def training_options(args: argparse.Namespace, processes: int) -> "Options":
         ConfigError: the two contradict each other.
     """
     from src.launch import accelerate_env
-    from src.runs.checkpoints.retention import RotationRule
-    from src.runs.context import Limits, Options, Wandb
+    from src.runs.context import Limits, Wandb
 
     choices = accelerate_env.take_choices(os.environ, processes, args.deepspeed, args.fsdp)
     use_wandb = args.wandb_entity_name or args.wandb_project_name or args.wandb_run_name or args.wandb_log_gradients
@@ -354,9 +354,8 @@ def training_options(args: argparse.Namespace, processes: int) -> "Options":
         if use_wandb
         else None
     )
-    options = Options(
-        log_every=args.log_every,
-        save_every=args.save_every,
+    options = replace(
+        saving_options(args),
         wandb=wandb,
         deepspeed=choices.deepspeed,
         fsdp=choices.fsdp,
@@ -368,17 +367,19 @@ def training_options(args: argparse.Namespace, processes: int) -> "Options":
         statistics_every=args.statistics_every,
         limits=Limits(args.stop_after and time.monotonic() + args.stop_after, args.max_host_memory),
         num_workers=args.num_workers,
-        keep=RotationRule(
-            **{
-                name: value
-                for name in ("last", "every", "best")
-                if (value := getattr(args, f"keep_{name}")) is not None
-            }
-        ),
         launcher_settings=choices.settings,
     )
     options.check_parts(processes)
     return options
+
+
+def saving_options(args: argparse.Namespace) -> "Options":
+    """The options for when to write checkpoints and which to keep."""
+    from src.runs.checkpoints.retention import RotationRule
+    from src.runs.context import Options
+
+    keep = {name: value for name in ("last", "every", "best") if (value := getattr(args, f"keep_{name}")) is not None}
+    return Options(log_every=args.log_every, save_every=args.save_every, keep=RotationRule(**keep))
 
 
 def child_arguments(args: argparse.Namespace, exp_id: str) -> list[str]:

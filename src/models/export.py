@@ -13,6 +13,7 @@ AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).generate(in
 
 python -m src.models.export results/runs/EXP_ID exported                        its last checkpoint
 python -m src.models.export results/runs/EXP_ID/checkpoints/step-00002000 exported --dtype bfloat16
+python -m src.models.export results/runs/EXP_ID exported --average_last 5       the mean of its last checkpoints
 """
 
 import logging
@@ -27,6 +28,7 @@ from src.errors import CheckpointError, ConfigError
 from src.experiments.config import Places
 from src.files import new_directory, read_json, write_json
 from src.models import lora, prepared_tokenizer
+from src.models.averaging import Average
 from src.models.load import PLACES, checkpoint_folder
 from src.models.trained_model import from_checkpoint
 from src.runs.store import expand_run
@@ -49,16 +51,17 @@ class Request:
     standalone: bool
 
 
-def export(
+def export(  # noqa: PLR0913, PLR0917
     source: Path,
     target: Path,
     places: Places,
     dtype: str | None = None,
     with_base: bool = False,
     standalone: bool = False,
+    average: Average | None = None,
 ) -> None:
     """Write the model of the run or checkpoint `source` to the new folder `target`. dtype: type of the weights; None:
-    as trained.
+    as trained. average: other weights than those of a checkpoint.
 
     with_base: also write the base weights of a cross-attention model. standalone: write the complete model with its
     code.
@@ -75,8 +78,11 @@ def export(
 
     if target.exists():
         raise ConfigError(f"{target}: exists. Name a new folder.")
-    folder = checkpoint_folder(expand_run(source, places.runs))
+    source = expand_run(source, places.runs)
+    folder = checkpoint_folder(source)
     model: Any = from_checkpoint(folder, str(folder), places)
+    if average:
+        average.load_into(model, source, folder)
     merged = lora.merge(model)
     if dtype:
         model = model.to(getattr(torch, dtype))
@@ -143,6 +149,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("source", type=Path, help="a run, a prefix of its id, or one of its checkpoints")
     parser.add_argument("target", type=Path, help="the new folder")
     parser.add_argument("--dtype", choices=DTYPES, help="type of the weights (default: as trained)")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--average_last", type=int, metavar="N", help="the mean of the N newest checkpoints of a run")
+    source.add_argument("--average_steps", type=int, nargs="+", metavar="STEP", help="the mean of these checkpoints")
+    source.add_argument("--ema", action="store_true", help="the moving average of loop.ema")
     parser.add_argument(
         "--with_base", action="store_true", help="for a cross-attention model: also write the base weights"
     )
@@ -165,7 +175,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def act() -> int:
         places = Places(args.data_path, args.savedir_base)
-        export(args.source, args.target, places, args.dtype, args.with_base, args.standalone)
+        average = Average(args.average_last, args.average_steps or (), args.ema)
+        weights = None if average == Average() else average
+        export(args.source, args.target, places, args.dtype, args.with_base, args.standalone, weights)
         if args.push_to_hub:
             push(args.target, args.push_to_hub)
         return 0

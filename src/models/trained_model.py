@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from src.errors import CheckpointError, ConfigError, UserError
 from src.experiments.config import Places, Problems, join
@@ -26,6 +26,15 @@ class Config(ModelConfig):
     """Id of the parent, set by `ref`. When the parent changes, so does the child's id."""
     checkpoint: Literal["last", "best"] = "last"
     """last: the newest checkpoint. best: the best by `loop.best_metric`."""
+    step: int | None = Field(default=None, gt=0)
+    """Continue the parent's training after this step, with its optimizer state and data position; null: start a new
+    training from its weights. The checkpoint of the step must be kept: --keep_every."""
+
+    @model_validator(mode="after")
+    def _names_one_checkpoint(self) -> "Config":
+        if self.step is not None and self.checkpoint != "last":
+            raise ValueError(f"step: {self.step}, but checkpoint is {self.checkpoint!r}. Remove one of them.")
+        return self
 
     def build(self, places: Places) -> "nn.Module":
         """Build the parent's model with the weights of the checkpoint; `name_or_path` is the checkpoint's tokenizer.
@@ -39,7 +48,7 @@ class Config(ModelConfig):
         folder = self._checkpoint_folder(places)
         if folder is None:
             raise ConfigError(
-                f"{places.runs / self.exp_id}: no {self.checkpoint} checkpoint of parent {self.exp_id}. "
+                f"{places.runs / self.exp_id}: no {self.step or self.checkpoint} checkpoint of parent {self.exp_id}. "
                 "Train the parent first: add --with-parents."
             )
         return from_checkpoint(folder, f"parent {self.exp_id}", places)
@@ -83,6 +92,8 @@ class Config(ModelConfig):
         from src.runs.store import SavedRun
 
         run = SavedRun(places.runs / self.exp_id)
+        if self.step is not None:
+            return checkpoints.of_step(run.path, self.step) if checkpoints.list_all(run.path) else None
         if self.checkpoint == "best":
             return checkpoints.best(run.path)
         return checkpoints.last(run) if run.status["state"] == "done" else None
@@ -113,6 +124,14 @@ class Config(ModelConfig):
         return call_once(self._read_parent, places)
 
     def _read_parent(self, places: Places) -> ModelConfig:
+        return _bind_model(self.parent_experiment(places)["model"], f"parent {self.exp_id}")
+
+    def parent_experiment(self, places: Places) -> dict[str, Any]:
+        """The dict of the parent, from its save directory, else from exp_configs.py.
+
+        Raises:
+            ConfigError: there is none, or it trains no model.
+        """
         saved_config = places.runs / self.exp_id / "exp_dict.json"
         raw = read_json(saved_config, ConfigError) if saved_config.is_file() else places.experiments.get(self.exp_id)
         if raw is None:
@@ -128,7 +147,7 @@ class Config(ModelConfig):
             )
         if raw.get("evaluation") is not None:
             raise ConfigError(f"parent {self.exp_id}: the experiment trains nothing. Use the model that it evaluates.")
-        return _bind_model(raw["model"], f"parent {self.exp_id}")
+        return raw
 
 
 def from_checkpoint(folder: Path, subject: str, places: Places) -> "nn.Module":

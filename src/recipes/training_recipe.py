@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from pydantic import Field, model_validator
 
 from src.data import row_counts
-from src.errors import ConfigError
+from src.errors import ConfigError, check_all
 from src.experiments.config import Places, load
 from src.experiments.interfaces import DatasetField, ModelField, RecipeConfig
 from src.runs.context import Run
@@ -31,6 +31,9 @@ class TrainingRecipe(RecipeConfig):
 
     takes_chunks: ClassVar[bool] = True
     """Whether the loss can be computed in chunks of tokens; true for the losses of `training.loss`."""
+
+    can_continue: ClassVar[bool] = True
+    """Whether a training can continue that of another experiment from a step: not if it refers to the initial model."""
 
     seed: int = Field(ge=0, lt=2**63)
     """Seed of initial weights, data order and dropout."""
@@ -80,6 +83,12 @@ class TrainingRecipe(RecipeConfig):
         name, stage = ("loop", self.loop) if self.loop else ("evaluation", self.evaluation)
         assert stage is not None, "the validator has checked it"
         return stage.precision, f"{name}.precision"
+
+    def check(self, places: Places) -> None:
+        """See `RecipeConfig.check`; also check that a continued training fits its parent's."""
+        from src.training.checkpointing import continuation
+
+        check_all(lambda: super(TrainingRecipe, self).check(places), lambda: continuation.check(self, places))
 
     def with_steps(self, places: Places) -> Self:
         """The recipe with the steps of `loop.budget` instead of the budget; itself without a budget."""

@@ -11,6 +11,7 @@ from src.runs.checkpoints import checkpoints
 from src.runs.store import RunStore, SavedRun
 
 Experiment = dict[str, Any]
+_STEP = "step "
 
 
 def parent_ids(exp: Experiment) -> list[str]:
@@ -19,12 +20,13 @@ def parent_ids(exp: Experiment) -> list[str]:
 
 
 def parent_checkpoints(exp: Experiment) -> list[tuple[str, str]]:
-    """(id, "last" or "best") of the checkpoints named anywhere in `exp`, in order of appearance, without duplicates."""
+    """(id, "last", "best" or "step N") of the checkpoints named anywhere in `exp`, in order of appearance, without
+    duplicates."""
     return list(dict.fromkeys(_walk_checkpoints(exp)))
 
 
 def fingerprints(exp: Experiment, runs: Path) -> dict[str, str]:
-    """{"<id>/<last or best>": fingerprint} of the checkpoints of all ancestors of `exp`.
+    """{"<id>/<last, best or step N>": fingerprint} of the checkpoints of all ancestors of `exp`.
 
     A parent that was itself trained from a parent stores only the weights that it trained, so all ancestors count.
 
@@ -38,7 +40,7 @@ def fingerprints(exp: Experiment, runs: Path) -> dict[str, str]:
         for parent, which in parent_checkpoints(value):
             key = f"{parent}/{which}"
             if key not in digests:
-                folder = _find_checkpoint(SavedRun(runs / parent), which)
+                folder = find_checkpoint(SavedRun(runs / parent), which)
                 digests[key] = checkpoints.fingerprint(folder)
                 visit(read_json(folder / "model.json", CheckpointError))
 
@@ -46,8 +48,24 @@ def fingerprints(exp: Experiment, runs: Path) -> dict[str, str]:
     return digests
 
 
-def _find_checkpoint(run: SavedRun, which: str, hashes: bool = True) -> Path:
-    """The checkpoint "last" or "best" of a finished run. hashes: see `files.defect`."""
+def step_of(which: str) -> int | None:
+    """N of "step N"; None for "last" and "best"."""
+    return int(which.removeprefix(_STEP)) if which.startswith(_STEP) else None
+
+
+def name_step(step: int) -> str:
+    """ "step N", the name of the checkpoint of a step in `parent_checkpoints`."""
+    return f"{_STEP}{step}"
+
+
+def find_checkpoint(run: SavedRun, which: str, hashes: bool = True) -> Path:
+    """The checkpoint "last" or "best" of a finished run, or "step N" of any run. hashes: see `files.defect`.
+
+    Raises:
+        CheckpointError: it is missing or damaged.
+    """
+    if (step := step_of(which)) is not None:
+        return checkpoints.of_step(run.path, step, hashes)
     if which == "last":
         return checkpoints.last(run, hashes)
     checkpoint = checkpoints.best(run.path, hashes)
@@ -59,7 +77,8 @@ def _find_checkpoint(run: SavedRun, which: str, hashes: bool = True) -> Path:
 def _walk_checkpoints(value: Any) -> Iterator[tuple[str, str]]:
     if isinstance(value, dict):
         if value.get("name") == "experiment" and isinstance(value.get("exp_id"), str):
-            yield value["exp_id"], value.get("checkpoint", "last")
+            step = value.get("step")
+            yield value["exp_id"], value.get("checkpoint", "last") if step is None else name_step(step)
         for item in value.values():
             yield from _walk_checkpoints(item)
     elif isinstance(value, list):
@@ -120,8 +139,9 @@ def _checkpoint_problem(run: SavedRun, which: str, places: Places) -> str | None
     parent = run.name
     try:
         state = run.state
-        if state == "done":
-            _find_checkpoint(run, which, hashes=False)
+        step = step_of(which)
+        if state == "done" or (step is not None and checkpoints.folder(run.path, step).exists()):
+            find_checkpoint(run, which, hashes=False)
             return None
     except UserError as error:
         return f"which cannot be used: {error}"

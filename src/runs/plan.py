@@ -15,6 +15,8 @@ from src.experiments.identity import check_values, exp_id
 from src.experiments.interfaces import RecipeConfig, load_experiment
 from src.experiments.registry import canonical_dict, operational_values
 from src.runs import parents
+from src.runs.checkpoints import checkpoints
+from src.runs.context import Options
 from src.runs.store import EXP_DICT, RunStore, SavedRun
 from src.support.call_once import remember_calls
 
@@ -305,6 +307,47 @@ def find_problems(  # noqa: PLR0913, PLR0917
             problems[item.exp_id] = [f"{item.where}: {line}" for message in messages for line in message.splitlines()]
         before.add(item.exp_id)
     return problems
+
+
+def find_unkept_steps(
+    items: Sequence[PlannedExperiment], places: Places, store: RunStore, options: Options
+) -> dict[str, list[str]]:
+    """Messages, by id, for experiments that continue a training of the same command whose rule deletes the checkpoint.
+
+    items: in the order of their training. options: those of the command.
+    """
+    recipes: dict[str, Any] = {}
+    problems: dict[str, list[str]] = {}
+    for item in items:
+        model: Any = getattr(item.recipe, "model", None)
+        parent, step = recipes.get(getattr(model, "exp_id", "")), getattr(model, "step", None)
+        if parent and step and not checkpoints.folder(places.runs / model.exp_id, step).exists():
+            with contextlib.suppress(UserError):  # a problem of the parent
+                if text := _deletion_reason(parent.with_steps(places).loop, step, options):
+                    where = f"{item.where}.model.step: {step}: parent {model.exp_id}, trained by this command,"
+                    problems[item.exp_id] = [f"{where} {text}"]
+        if store[item.exp_id].state_or_damage != "done":
+            recipes[item.exp_id] = item.recipe
+    return problems
+
+
+def _deletion_reason(loop: Any, step: int, options: Options) -> str:
+    """Why a training does not keep its checkpoint of `step`, apart from the best one, or ""."""
+    periodic = {at for every in options.save_intervals(loop.eval_every) for at in range(every, loop.steps + 1, every)}
+    saved = sorted({*periodic, *loop.extra_eval_steps, loop.steps})
+    if step not in saved:
+        return f"has checkpoints of steps {_list(saved)}. Use one of them, or add --save_every."
+    every = options.keep.every
+    remaining = [each for each in saved if each in saved[-options.keep.last :] or (every and each % every == 0)]
+    return (
+        ""
+        if step in remaining
+        else f"keeps only those of steps {_list(remaining)}. Add --keep_every, with a divisor of it."
+    )
+
+
+def _list(steps: Sequence[int]) -> str:
+    return ", ".join(map(str, steps[:10])) + (f" and {len(steps) - 10} more" if len(steps) > 10 else "")
 
 
 def merge_problems(problems: Mapping[str, Sequence[str]], known_items: Mapping[str, PlannedExperiment]) -> list[str]:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 STORED_TENSORS = "stored_tensors"
 """Attribute of a transformers model that was built unfilled: its tensors that are stored in the folder `name_or_path`,
 by name."""
+AVERAGE = "ema.safetensors"
+"""File of a checkpoint with the moving average of the trained parameters, by name; see `loop.ema`."""
 
 
 def trained_weights(model: "nn.Module") -> "dict[str, Tensor]":
@@ -44,6 +46,31 @@ def load_trained(model: "nn.Module", file: Path) -> None:
     with torch.no_grad():
         for name, tensor in saved.items():
             state[name].copy_(tensor)
+
+
+def require_equal_shapes(expected: "Mapping[str, Tensor]", saved: "Mapping[str, Tensor]", file: Path) -> None:
+    """Raise CheckpointError if the names or shapes of the tensors `saved` in `file` differ from the expected ones."""
+    shapes, expected_shapes = ({n: tuple(t.shape) for n, t in tensors.items()} for tensors in (saved, expected))
+    if shapes != expected_shapes:
+        different_names = {name for name, _ in shapes.items() ^ expected_shapes.items()}
+        raise CheckpointError(
+            f"{file}: checkpoint is for a different model. Different names or shapes: "
+            f"{summarize_names(different_names)}. Use the model that was saved, or another checkpoint."
+        )
+
+
+def load_parameters(parameters: "Mapping[str, Tensor]", saved: "Mapping[str, Tensor]", file: Path) -> None:
+    """Copy the tensors `saved` in `file` into `parameters`.
+
+    Raises:
+        CheckpointError: names or shapes differ. Nothing is copied.
+    """
+    import torch
+
+    require_equal_shapes(parameters, saved, file)
+    with torch.no_grad():
+        for name, tensor in saved.items():
+            parameters[name].copy_(tensor)
 
 
 def read_tensors(file: Path) -> "dict[str, Tensor]":

@@ -35,7 +35,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Edge:
-    """`child` starts from the checkpoint ("last" or "best") of `parent`. Both are ids."""
+    """`child` starts from the checkpoint ("last", "best" or "step N") of `parent`. Both are ids."""
 
     child: str
     parent: str

@@ -141,6 +141,10 @@ class LoopConfig(Config):
     """Added to the denominator of Adam's update."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Clip the global gradient norm to this."""
+    ema: float | None = Field(default=None, gt=0, lt=1)
+    """Decay per optimizer step of a moving average of the weights, such as 0.999; null: no average. Each evaluation
+    repeats all scores with the average (`val_loss_ema`), checkpoints have it as ema.safetensors, and
+    `python -m src.models.export RUN FOLDER --ema` exports it. Not for sharded models."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     """Share of the target probability spread over all tokens."""
     z_loss: float = Field(default=0.0, ge=0)
@@ -239,6 +243,8 @@ class LoopConfig(Config):
         Raises:
             ConfigError: there are more processes than micro-batches in a step, or `best_metric` is not a score.
         """
+        if self.ema:
+            scores = {*scores, *(f"{score}_ema" for score in scores)}
         name, _, part = self.best_metric.partition("/")  # "em/nq": over the rows of one source, where metrics are given
         if name not in scores or (part and name.startswith("val_")):
             if "best_metric" not in self.model_fields_set:

@@ -16,15 +16,16 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from src.data.orders import Cursor, order_of
-from src.errors import CheckpointError, ConfigError, RunError, TrainingError
+from src.errors import CheckpointError, ConfigError, TrainingError
 from src.runs import environment, ledger
 from src.runs.checkpoints import checkpoints
 from src.runs.context import BRIEF_ROW_EVERY, Run
 from src.runs.history import branches
 from src.runs.store import CODE_VERSIONS
 from src.support import distributed
+from src.support.weights import AVERAGE
 from src.training import loader, seeds
-from src.training.checkpointing import checkpoint
+from src.training.checkpointing import checkpoint, continuation
 from src.training.checkpointing.saver import LoopSnapshot, Saver
 from src.training.config import SHORT_TYPES, LoopConfig, short_weights_message
 from src.training.divergence.guard import DivergenceGuard, Source
@@ -33,11 +34,12 @@ from src.training.monitoring.monitor import Monitor
 from src.training.monitoring.reporter import Reporter
 from src.training.monitoring.throughput import ThroughputMeter
 from src.training.optim import optimizers, schedule
+from src.training.optim.weight_average import WeightAverage
 from src.training.parallel import choice, memory
 from src.training.parallel.engine import Engine
 from src.training.profile import StepProfiler
 from src.training.spec import TrainSpec
-from src.training.state import CONTENT, IntervalTotals, State, content_samples
+from src.training.state import IntervalTotals, State, content_samples
 from src.training.stopping.early_stopping import ModelSelection
 from src.training.stopping.stop_conditions import StopConditions
 
@@ -110,6 +112,7 @@ class Loop:
             if parameter.requires_grad and (kind := str(parameter.dtype).removeprefix("torch.")) in SHORT_TYPES:
                 raise ConfigError(short_weights_message(kind))
         self.engine: Engine  # set by `restore`, after loading the weights
+        self.average: WeightAverage  # set by `restore`
         self.branches = distributed.broadcast_from_rank0(lambda: branches.read(run.path))
         # The micro-batch of the experiment, without --micro_batch.
         micro_batch_of_run = (run.dir.exp.get("loop") or {}).get("micro_batch", config.micro_batch)
@@ -276,6 +279,8 @@ class Loop:
             clipped = self.engine.clip(norm, self.config.max_grad_norm)
             self.engine.step()
             has_moved = not overflow
+        if has_moved:
+            self.average.update()
         self.monitor.after_step(self.engine.optimizer)
         state.add_step(loss_sum, count, norm if has_moved else None, clipped)
 
@@ -284,7 +289,9 @@ class Loop:
         self.spec.model.eval()
         last_step = self.state.step if self.config.early_stopping or self.state.step == self.config.steps else None
         with self.meter.pause(), self.accelerator.autocast():
-            scores, self.generated = self.spec.scores(self.accelerator, last_step), 0  # reset as after a restart
+            scores = self.spec.scores(self.accelerator, last_step)
+            scores |= self.average.scores(lambda: self.spec.evaluate(self.accelerator))
+        self.generated = 0  # as after a restart
         self.spec.model.train(self.spec.dropout)
         self.selection.update(self.state.step, scores)
         return scores
@@ -323,16 +330,16 @@ class Loop:
         state.scaler = scaler.state_dict() if scaler else {}
         state.cursor |= dict(distributed.all_gather_list(list(self.cursor.items())))
         with self.meter.pause():
-            extra = self.spec.experience.tensors() if self.spec.experience else {}
-            extra = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in extra.items()}
+            more_tensors = {AVERAGE: self.average.tensors() if distributed.is_main() else {}}
             if self.spec.experience:
-                checkpoint.require_equal_experience(extra)
-            self.saver.save(self.engine, LoopSnapshot(state.step, self.selection.best_step, state.to_json(), extra))
+                more_tensors[checkpoint.EXPERIENCE] = checkpoint.copy_experience(self.spec.experience.tensors())
+            best_step = self.selection.best_step
+            self.saver.save(self.engine, LoopSnapshot(state.step, best_step, state.to_json(), more_tensors))
         self.generated = 0  # as after a restart from here
 
     def restore(self) -> None:
-        """Resume from the newest complete checkpoint, if any. Later scores are dropped and recomputed."""
-        folder = distributed.broadcast_from_rank0(lambda: checkpoints.newest_complete(self.run.path))
+        """Resume from the newest complete checkpoint, or continue the parent's training. Later scores are dropped."""
+        folder = continuation.newest_checkpoint(self.run, self.spec.about, self.state.inputs)
         experience: dict[str, Tensor] = {}
         with distributed.raise_together():
             if folder is not None:
@@ -344,7 +351,10 @@ class Loop:
             self.spec.experience.load(experience)
         self.engine = choice.build_engine(self.accelerator, self.spec.model, self.config, self.run.options, folder)
         self.engine.seed_generation = self._seed_generation
+        self.average = WeightAverage(self.spec.model, self.config.ema)
         if folder is not None:
+            with distributed.raise_together():
+                self.average.load(folder)
             if branches.must_reset_optimizer(self.branches, self.state.step):
                 log.info("%s: resetting the optimizer's moments, as set in branch.json.", self.run.path)
             else:
@@ -366,18 +376,7 @@ class Loop:
             self.guard.detector.restore(state.detector)
         except CheckpointError as error:
             raise CheckpointError(f"{self.run.path}: {error}") from None
-        now, before = self.state.inputs, state.inputs
-        # Other versions of the code can have recorded other content samples.
-        compared_names = {
-            name for name in now | before if (name in now and name in before) or not name.startswith(CONTENT)
-        }
-        changed = sorted(name for name in compared_names if now.get(name) != before.get(name))
-        if changed:
-            raise RunError(
-                f"{self.run.path}: inputs changed since the start of the run: {', '.join(changed)}. Restore them, "
-                "or restart with -r 1."
-            )
-        state.inputs |= now
+        state.take_inputs(self.state.inputs, self.run.path)
         self.state, self.saver.step = state, state.step
         self.selection.restore(state.selection)
 

@@ -6,11 +6,12 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from src import files
 from src.data.orders import Cursor
-from src.errors import CheckpointError, DataError
+from src.errors import CheckpointError, DataError, RunError
 from src.experiments.dataset_protocols import Dataset
 from src.runs import parents
 from src.runs.context import Run
@@ -98,6 +99,25 @@ class State:
         """Add to both totals; see `IntervalTotals.add_sums`."""
         self.since_row.add_sums(totals)
         self.since_brief_row.add_sums(totals)
+
+    def take_inputs(self, now: Mapping[str, str], run: Path) -> None:
+        """Compare the recorded inputs with those of this start, and record new names.
+
+        Raises:
+            RunError: inputs of the save directory `run` have changed.
+        """
+        before = self.inputs
+        # Other versions of the code can have recorded other content samples.
+        compared_names = {
+            name for name in {**now, **before} if (name in now and name in before) or not name.startswith(CONTENT)
+        }
+        changed = sorted(name for name in compared_names if now.get(name) != before.get(name))
+        if changed:
+            raise RunError(
+                f"{run}: inputs changed since the start of the run: {', '.join(changed)}. Restore them, "
+                "or restart with -r 1."
+            )
+        self.inputs |= now
 
     def to_json(self) -> dict[str, Any]:
         """A copy of the state as JSON values."""

@@ -68,6 +68,23 @@ def last(run: SavedRun, hashes: bool = True) -> Path:
     return checkpoint
 
 
+def of_step(run: Path, step: int, hashes: bool = True) -> Path:
+    """The complete checkpoint of `step`. hashes: see `files.defect`.
+
+    Raises:
+        CheckpointError: it is missing or damaged. Names the steps of the other checkpoints.
+    """
+    checkpoint = folder(run, step)
+    problem = defect(checkpoint, hashes) if checkpoint.exists() else "missing"
+    if problem is None:
+        return checkpoint
+    steps = ", ".join(str(step_of(path)) for path in list_all(run) if path != checkpoint)
+    raise CheckpointError(
+        f"{checkpoint}: cannot be used: {problem.rstrip('.')}. Steps of the other checkpoints: {steps or 'none'}. "
+        f"Start from one of them, or train the run again with a --keep_every that divides {step}."
+    )
+
+
 def best(run: Path, hashes: bool = True) -> Path | None:
     """The checkpoint that `mark_best` recorded, if any. hashes: see `files.defect`.
 

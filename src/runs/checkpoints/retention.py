@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from src.errors import ConfigError, RunError, UserError
-from src.files import defect, read_bytes, sync_directory, writing
+from src.files import defect, read_bytes, read_json, sync_directory, write_json, writing
 from src.runs import parents
 from src.runs.checkpoints import checkpoints, pins
 from src.runs.history import archive, branches
@@ -26,8 +26,10 @@ from src.runs.store import EXP_DICT, JOB, STATUS, SavedRun
 log = logging.getLogger(__name__)
 _LEFTOVER_PREFIXES = ("damaged-step-", ".step-", ".damaged-step-")
 """Prefixes of damaged checkpoints that a resume renamed, and of leftovers of killed writers."""
+CHILD_STEPS = Path("checkpoints", "continued.json")
+"""File of a run that lists the steps from which other experiments continue; see `mark_continued`."""
 NeededCheckpoints = AbstractSet[tuple[str, str]]
-"""(id, "last" or "best") of the checkpoints that other experiments start from."""
+"""(id, "last", "best" or "step N") of the checkpoints that other experiments start from."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Plan:
 def needed_by_children(runs: Path) -> tuple[set[tuple[str, str]], list[str]]:
     """The checkpoints that experiments in the folder `runs` start from, and a warning for each unreadable dict.
 
-    The parents in an unreadable dict are unknown: then the last and the best checkpoint of every run are needed.
+    The parents in an unreadable dict are unknown: then all checkpoints of every run are needed.
     """
     result: set[tuple[str, str]] = set()
     warnings = []
@@ -65,12 +67,27 @@ def needed_by_children(runs: Path) -> tuple[set[tuple[str, str]], list[str]]:
         try:
             result.update(parents.parent_checkpoints(SavedRun(runs / name).exp))
         except UserError as error:
-            warnings.append(
-                f"{error} Its parent is unknown, so the last and the best checkpoint of every run are kept."
-            )
+            warnings.append(f"{error} Its parent is unknown, so the checkpoints of every run are kept.")
     if warnings:
         result.update((name, which) for name in names for which in ("last", "best"))
+        result.update((name, _name(path)) for name in names for path in checkpoints.list_all(runs / name))
     return result, warnings
+
+
+def mark_continued(run: Path, step: int) -> None:
+    """Record that another experiment continues from the checkpoint of `step`, so that `Rotation` does not delete it.
+    Check afterwards that it still exists.
+
+    Raises:
+        RunError: the record is damaged, or the disk refuses.
+    """
+    with directory_lock(run, create=False):
+        write_json(run / CHILD_STEPS, sorted({*read_continued(run), step}))
+
+
+def read_continued(run: Path) -> list[int]:
+    """The steps of `mark_continued`."""
+    return read_json(run / CHILD_STEPS, RunError) if (run / CHILD_STEPS).exists() else []
 
 
 def describe_holder(run: Path) -> str:
@@ -110,6 +127,7 @@ def plan(run: Path, rule: CleanupRule, by_others: NeededCheckpoints, now: float)
         required_paths.add(checkpoints.folder(run, best))
     if (run.name, "last") in by_others and type(state.get("step")) is int:
         required_paths.add(checkpoints.folder(run, state["step"]))
+    required_paths |= {path for path in complete_paths if (run.name, _name(path)) in by_others}
     before = now - rule.older_than_seconds
     deletable = [
         path
@@ -151,6 +169,11 @@ def remove(cleanup: Plan) -> None:
     for path in hidden_paths:
         with writing(path):
             shutil.rmtree(path)
+
+
+def _name(checkpoint: Path) -> str:
+    """The checkpoint's name in `NeededCheckpoints`."""
+    return parents.name_step(checkpoints.step_of(checkpoint))
 
 
 def folder_bytes(path: Path) -> int:
@@ -321,8 +344,9 @@ class Rotation:
         folder = self._run / "checkpoints"
         with directory_lock(self._run, create=False), writing(folder):
             pinned = pins.find_pinned(self._run, deletable, self._silence)
+            continued_steps = read_continued(self._run)
             for path in deletable:
-                if path not in pinned:
+                if path not in pinned and checkpoints.step_of(path) not in continued_steps:
                     with suppress(FileNotFoundError):  # deleted by another process just now
                         path.rename(path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.old"))
             sync_directory(folder)

@@ -93,13 +93,18 @@ def write(
     _save_tokenizer(about.tokenizer, folder / "tokenizer")
 
 
-def write_experience(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Write the tensors of `spec.Experience`."""
-    save_file(tensors, folder / EXPERIENCE)
+def copy_experience(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copy the tensors of `spec.Experience` to the CPU. Collective.
+
+    Raises:
+        TrainingError: they differ between ranks, as only those of rank 0 are written.
+    """
+    copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    _require_equal_experience(copies)
+    return copies
 
 
-def require_equal_experience(tensors: dict[str, Tensor]) -> None:
-    """Raise TrainingError if `tensors` differ between ranks, as only those of rank 0 are written. Collective."""
+def _require_equal_experience(tensors: dict[str, Tensor]) -> None:
     if distributed.world_size() == 1:
         return
     digests = distributed.all_gather_list([hashlib.sha256(save(tensors)).hexdigest()])
@@ -114,7 +119,7 @@ def require_equal_experience(tensors: dict[str, Tensor]) -> None:
 
 
 def load_experience(folder: Path) -> dict[str, Tensor]:
-    """Read the tensors of `write_experience`, on the CPU; {} if the file is missing."""
+    """Read the copies of `copy_experience`, on the CPU; {} if the file is missing."""
     return read_tensors(folder / EXPERIENCE) if (folder / EXPERIENCE).exists() else {}
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import save_file
 from torch import Tensor
 
 from src import files
@@ -63,8 +64,8 @@ class LoopSnapshot:
     step: int
     best_step: int | None
     state: dict[str, Any]
-    experience: dict[str, Tensor]
-    """See `spec.Experience`."""
+    more_tensors: dict[str, dict[str, Tensor]]
+    """By file name: those of `spec.Experience` and `loop.ema`. Empty dicts make no file."""
 
 
 class Saver:
@@ -168,8 +169,9 @@ class Saver:
     ) -> None:
         self.run.dir.scores.sync()  # so that the rows before a checkpoint survive a crash
         checkpoint.write(folder, weights, moments, snapshot.state, self.about)
-        if snapshot.experience:
-            checkpoint.write_experience(folder, snapshot.experience)
+        for name, tensors in snapshot.more_tensors.items():
+            if tensors:
+                save_file(tensors, folder / name)
         for name, content in self.origin.items():
             files.write_atomic(folder / name, content)
 

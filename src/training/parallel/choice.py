@@ -28,9 +28,9 @@ def build_accelerator(config: LoopConfig, options: Options) -> Accelerator:
     """Build the Accelerator of this process, with the precision of `config`.
 
     Raises:
-        ConfigError: float16 without a GPU or with a sharded model; an optimizer that does not support sharding; the
-            DeepSpeed JSON or the launcher contradicts the experiment; the retention rule names steps without
-            checkpoints.
+        ConfigError: float16 without a GPU or with a sharded model; an optimizer or `ema` that does not support
+            sharding; the DeepSpeed JSON or the launcher contradicts the experiment; the retention rule names steps
+            without checkpoints.
     """
     options.keep.check(options.save_intervals(config.eval_every))
     config.check_accelerate(options.launcher_settings)
@@ -51,6 +51,11 @@ def build_accelerator(config: LoopConfig, options: Options) -> Accelerator:
                 f"{where}: {name!r} needs {_NEEDS_COMPLETE[name]}, but --fsdp shards them. "
                 "Leave out --fsdp, or use 'adamw_scale' or 'adamw'."
             )
+    if config.ema and (options.deepspeed or options.fsdp):
+        raise ConfigError(
+            f"loop.ema: {config.ema:g} needs full copies of the weights. Leave out --deepspeed and --fsdp, or set it "
+            "to null and average checkpoints: python -m src.models.export RUN FOLDER --average_last N."
+        )
     if options.deepspeed:
         from src.training.parallel.zero import fill_settings
 

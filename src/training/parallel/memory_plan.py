@@ -233,7 +233,8 @@ def _share(
     larger."""
     groups = parameter_groups.split(model, config)
     gradients, N = sum(parameter.nbytes for group in groups for parameter in group.parameters.values()), machines.gpus
-    parts = {**peak, "optimizer": optimizer_bytes(groups)}
+    average = gradients if config.ema else 0
+    parts = {**peak, "optimizer": optimizer_bytes(groups) + average}
     step = {
         **parts,
         "gradients": gradients,

@@ -65,6 +65,51 @@ def test_transformers_loads_it(has_adapters: bool, places, tmp_path: Path):
     assert not torch.allclose(earlier.eval()(IDS).logits.float(), model(IDS).logits, atol=1e-2)
 
 
+def test_mean_of_checkpoints(places, tmp_path: Path):
+    models = {step: trained(GPT, places, step) for step in (2, 4, 6)}
+    run_folder = places.runs / "run"
+    for name, steps, options in (
+        ("last", (4, 6), ["--average_last", 2]),
+        ("named", (2, 6), ["--average_steps", 6, 2]),
+    ):
+        assert run(places, run_folder, tmp_path / name, *options) == 0
+        weights = AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict()
+        expected = [trained_weights(models[step]) for step in steps]
+        for key in expected[0]:
+            torch.testing.assert_close(weights[key], (expected[0][key] + expected[1][key]) / 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "value"),
+    [
+        (["--average_last", 3], "3"),
+        (["--average_last", 0], "0"),
+        (["--average_steps", 2, 3], "step-00000003"),
+        (["--ema"], "ema.safetensors"),
+    ],
+)
+def test_a_missing_checkpoint_of_an_average_is_reported(
+    options: list[Any], value: str, places, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    for step in (2, 4):
+        trained(GPT, places, step)
+    assert run(places, places.runs / "run", tmp_path / "out", *options) == 1
+    message = capsys.readouterr().err
+    assert value in message
+    assert str(places.runs / "run") in message
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_mean_needs_a_run_with_equal_models(places, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    trained(GPT, places, 2)
+    trained({**GPT, "hidden_size": 32}, places, 4)
+    assert run(places, places.runs / "run", tmp_path / "out", "--average_last", 2) == 1
+    assert "different model" in capsys.readouterr().err
+    one = checkpoints.folder(places.runs / "run", 2)
+    assert run(places, one, tmp_path / "out", "--average_last", 1) == 1
+    assert str(one) in capsys.readouterr().err
+
+
 def test_unexportable_models_are_reported(places, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (places.runs / "run").mkdir(parents=True)
     assert run(places, places.runs / "run", tmp_path / "out") == 1

@@ -76,6 +76,8 @@ def test_the_checkpoint_of_the_parent_is_shown(tmp_path: Path):
     old = make(tmp_path, OLD)
     child = make(tmp_path, child_of(OLD, which="best"))
     graph = lineage.build(tmp_path)
+    continuation = make(tmp_path, {"recipe": "lm", "model": {"name": "experiment", "exp_id": old, "step": 1}})
+    assert lineage.build(tmp_path).parents(continuation) == [Edge(continuation, old, "step 1")]
     assert graph.edges == (Edge(child, old, "best"),)
     (problem,) = graph.problems
     assert problem.startswith(

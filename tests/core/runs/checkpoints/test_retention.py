@@ -93,12 +93,19 @@ def test_checkpoints_of_children_are_not_deleted(tmp_path: Path):
     assert clean(tmp_path, make(tmp_path, experiment(2), best=1)) == []
 
 
+def test_a_checkpoint_that_a_run_continues_from_is_not_deleted(tmp_path: Path):
+    exp = child(7, experiment(0))
+    exp["model"]["step"] = 2
+    make(tmp_path, exp)
+    assert clean(tmp_path, make(tmp_path, experiment(0), best=1)) == [2]
+
+
 def test_with_an_unreadable_dict_any_run_can_be_a_parent(tmp_path: Path):
     run = make(tmp_path, experiment(0), best=1)
     (make(tmp_path, experiment(1)) / "exp_dict.json").write_text("{")
     needed_checkpoints, warnings = retention.needed_by_children(tmp_path)
     assert "exp_dict.json:1: not valid JSON" in warnings[0]
-    assert clean(tmp_path, run) == [1, 3]
+    assert clean(tmp_path, run) == [1, 2, 3]
     assert (run.name, "best") in needed_checkpoints
 
 
@@ -108,7 +115,7 @@ def test_with_a_missing_dict_any_run_can_be_a_parent(tmp_path: Path):
     assert retention.needed_by_children(tmp_path)[1] == []
     (make(tmp_path, child(1, experiment(0), "best")) / "exp_dict.json").unlink()
     assert "exp_dict.json: no such file" in retention.needed_by_children(tmp_path)[1][0]
-    assert clean(tmp_path, run) == [1, 3]
+    assert clean(tmp_path, run) == [1, 2, 3]
 
 
 def test_leftovers_are_deleted(tmp_path: Path):

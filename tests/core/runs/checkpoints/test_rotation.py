@@ -19,7 +19,7 @@ import pytest
 from src.errors import ConfigError
 from src.files import defect
 from src.runs.checkpoints import checkpoints
-from src.runs.checkpoints.retention import Rotation, RotationRule
+from src.runs.checkpoints.retention import Rotation, RotationRule, mark_continued
 from src.runs.context import Options
 
 EXP = {"recipe": "toy", "seed": 0, "model": {"name": "m"}}
@@ -104,6 +104,18 @@ def test_the_rule_selects_checkpoints(
     tmp_path: Path, keep: RotationRule, losses: Losses, mode: str, remaining: list[int]
 ):
     assert train(tmp_path, losses, keep, mode) == remaining
+
+
+def test_a_checkpoint_that_another_run_continues_from_is_not_deleted(tmp_path: Path):
+    """The other runs start while this one trains."""
+    rotation, children = Rotation(tmp_path, RotationRule(last=1), "val_loss", "min"), {3: 2, 7: 6}
+    for step in range(1, 10):
+        save(tmp_path, step)
+        if step in children:
+            mark_continued(tmp_path, children[step])
+        if step > 2:
+            rotation.rotate(step, None)
+    assert steps(tmp_path) == [2, 6, 9]
 
 
 def test_of_equals_the_earliest_is_the_better(tmp_path: Path):
