@@ -88,7 +88,7 @@ class Sample(TypedDict):
     """True on the tokens of the reply."""
     ranks: list[int]
     """DESIRABLE or UNDESIRABLE."""
-    mismatched: list[bool]
+    mismatch_mask: list[bool]
 
 
 class LabeledReplies:
@@ -146,7 +146,7 @@ class LabeledReplies:
             "input_ids": [each.ids for each in rendered],
             "loss_mask": [each.loss_mask for each in rendered],
             "ranks": [self._items[reply].label for _, reply in rows],
-            "mismatched": [place >= len(group) for place in range(len(rows))],
+            "mismatch_mask": [place >= len(group) for place in range(len(rows))],
         }
 
     def _group(self, index: int) -> list[int]:
@@ -188,8 +188,8 @@ class LabeledReplies:
         """Stack the rows of all groups, padded on the right."""
         import torch
 
-        mismatched = torch.tensor([each for sample in samples for each in sample["mismatched"]])
-        return {**collate_replies(samples, self.renderer.safe.pad_id), "mismatch_mask": mismatched}
+        mismatch_mask = torch.tensor([each for sample in samples for each in sample["mismatch_mask"]])
+        return {**collate_replies(samples, self.renderer.safe.pad_id), "mismatch_mask": mismatch_mask}
 
 
 def _answers(row: dict[str, Any], where: str) -> list[tuple[int, int]]:

@@ -89,15 +89,15 @@ class Config(TrainingRecipe):
         def loss_and_sums(model: Any, batch: "Mapping[str, torch.Tensor]") -> Any:
             import torch
 
-            mismatched, group_of_row = batch["mismatch_mask"], batch["sample_of_row"]
+            is_mismatched, group_of_row = batch["mismatch_mask"], batch["sample_of_row"]
             groups = int(group_of_row.max()) + 1
             points = torch.zeros(groups, device=group_of_row.device)
             if settings.kind == "kto":
                 with torch.no_grad():
-                    ratios = log_ratios(model, batch, mismatched)
-                points = reference_points(ratios, group_of_row[mismatched], groups)
-            ratios_R, points_R = log_ratios(model, batch, ~mismatched), points[group_of_row[~mismatched]]
-            desirable_R = batch["ranks"][~mismatched] == labeled.DESIRABLE
+                    ratios = log_ratios(model, batch, is_mismatched)
+                points = reference_points(ratios, group_of_row[is_mismatched], groups)
+            ratios_R, points_R = log_ratios(model, batch, ~is_mismatched), points[group_of_row[~is_mismatched]]
+            desirable_R = batch["ranks"][~is_mismatched] == labeled.DESIRABLE
             loss = unpaired_loss(
                 ratios_R,
                 points_R,

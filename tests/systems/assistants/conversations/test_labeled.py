@@ -16,22 +16,22 @@ from tests import toy
 from tests.systems.assistants.conversations import talk
 from tests.systems.assistants.train_assistants import KTO, REPLIES, REWARD, SFT, TALK, write_data
 
-LABELED: dict[str, Any] = {"name": "labeled_replies", "corpus": "labeled", "sequence_tokens": 64, "group_size": 4}
+DATA: dict[str, Any] = {"name": "labeled_replies", "corpus": "labeled", "sequence_tokens": 64, "group_size": 4}
 ROWS = [{**talk.row(f"{i}?", f"answer {i}"), "label": i % 3 > 0} for i in range(10)]
 
 
 def build(folder: Path, rows: list[dict[str, Any]], split: str = "train", seed: int = 0, **changes: Any) -> Any:
     talk.write_rows(folder / "data" / "labeled", {"train": rows, "val": rows})
-    config = bind(DATASETS, {**LABELED, **changes})
+    config = bind(DATASETS, {**DATA, **changes})
     return config.build(Places(folder / "data", folder), talk.tokenizer(), split, seed)
 
 
-def texts(sample: Any, learned: bool) -> list[str]:
+def texts(sample: Any, is_reply: bool) -> list[str]:
     """The replies of a sample, or its prompts."""
     words = talk.tokenizer()
     rows = zip(sample["input_ids"], sample["loss_mask"], strict=True)
     return [
-        words.decode([i for i, is_learned in zip(ids, mask, strict=True) if is_learned == learned])
+        words.decode([i for i, is_learned in zip(ids, mask, strict=True) if is_learned == is_reply])
         for ids, mask in rows
     ]
 
@@ -44,8 +44,8 @@ def test_each_prompt_is_also_read_with_another_reply_of_its_group(tmp_path: Path
     for index in range(len(data)):
         sample = data.sample(0, index)
         half = len(sample["ranks"]) // 2
-        assert sample["mismatched"] == [False] * half + [True] * half
-        prompts, replies = texts(sample, learned=False), texts(sample, learned=True)
+        assert sample["mismatch_mask"] == [False] * half + [True] * half
+        prompts, replies = texts(sample, is_reply=False), texts(sample, is_reply=True)
         assert prompts[:half] == prompts[half:]
         assert [replies[half - 1], *replies[: half - 1]] == replies[half:]
         labels |= dict(zip(replies[:half], sample["ranks"][:half], strict=True))
@@ -60,13 +60,13 @@ def test_a_prompt_is_not_paired_with_a_reply_to_itself(tmp_path: Path):
     matched = 0
     for index in range(len(data)):
         sample = data.sample(0, index)
-        for prompt, reply, rank, mismatched in zip(
-            texts(sample, False), texts(sample, True), sample["ranks"], sample["mismatched"], strict=True
+        for prompt, reply, rank, is_mismatched in zip(
+            texts(sample, False), texts(sample, True), sample["ranks"], sample["mismatch_mask"], strict=True
         ):
             number = prompt[len("<|prompter|>")]
-            assert reply.startswith(number) != mismatched
+            assert reply.startswith(number) != is_mismatched
             assert reply.endswith(("good<end>", "bad<end>")[rank])
-            matched += not mismatched
+            matched += not is_mismatched
     assert matched == 12, "the best and the worst replies"
 
 
@@ -161,13 +161,13 @@ def test_desirable_replies_become_likelier_and_undesirable_ones_not(folder: Path
 
 def test_adapters_switched_off_are_the_stored_reference(folder: Path):
     lora = {"name": "lora", "rank": 2, "alpha": 8.0, "target_modules": ["c_attn", "c_fc"], "base": SFT["model"]}
-    stored = override(KTO, {"model": lora, "loop.learning_rate": 3e-2})
-    switched = override(stored, {"kto": {"reference": "adapters_off"}})
-    assert toy.main(["-e", "both"], {"both": [stored, switched]}, folder) == 0
-    first, second = (toy.evaluations(folder, exp_id(exp))[-1] for exp in (stored, switched))
+    from_file = override(KTO, {"model": lora, "loop.learning_rate": 3e-2})
+    by_switching = override(from_file, {"kto": {"reference": "adapters_off"}})
+    assert toy.main(["-e", "both"], {"both": [from_file, by_switching]}, folder) == 0
+    first, second = (toy.evaluations(folder, exp_id(exp))[-1] for exp in (from_file, by_switching))
     assert abs(first["val_desirable_logratio"]) > 0.01
     assert {name: second[name] for name in first} == pytest.approx(first, rel=1e-4, abs=1e-5)
-    assert not (folder / "runs" / exp_id(switched) / "reference.json").exists()
+    assert not (folder / "runs" / exp_id(by_switching) / "reference.json").exists()
 
 
 @pytest.mark.slow
@@ -199,5 +199,5 @@ def test_prepared_labels_are_read(tmp_path: Path):
     options: dict[str, Any] = {"form": "messages", "negatives": "learn", "keep": ["label"]}
     assert prepare(tmp_path / "data", "labeled", train=[source], val_rate=0.4, **options)
     for split in ("train", "val"):
-        data = bind(DATASETS, LABELED).build(Places(tmp_path / "data", tmp_path), talk.tokenizer(), split, 0)
+        data = bind(DATASETS, DATA).build(Places(tmp_path / "data", tmp_path), talk.tokenizer(), split, 0)
         assert {*data.sample(0, 0)["ranks"]} == {0, 1}
