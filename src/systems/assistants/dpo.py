@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from src.data.parts import leaf_configs
+from src.evaluation.harness import Harness
 from src.experiments.config import Config as StrictConfig
 from src.experiments.config import Places
 from src.experiments.kinds import DECODER, REWARD
@@ -65,6 +66,8 @@ class Config(TrainingRecipe):
     takes_chunks: ClassVar[bool] = False
 
     preference: Preference = Preference()
+    harness: Harness | None = None
+    """Tasks of lm-evaluation-harness to score; None for none."""
 
     @model_validator(mode="after")
     def _samples_are_pairs(self) -> "Config":
