@@ -96,7 +96,7 @@ class Harness(Config):
                     task.set_config(key="num_fewshot", value=self.num_fewshot or 0)
 
         def scores() -> dict[str, float]:
-            from lm_eval.evaluator import evaluate
+            from lm_eval.evaluator import evaluate  # pyright: ignore[reportMissingImports]
 
             for task in tasks.values():
                 task.set_fewshot_seed(seed=_FEWSHOT_SEED)
@@ -116,7 +116,7 @@ class Harness(Config):
 @cache
 def _manager(folder: Path | None) -> Any:
     """The harness's table of tasks, which takes seconds to read. folder: with further tasks."""
-    from lm_eval.tasks import TaskManager
+    from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
 
     return TaskManager(include_path=str(folder) if folder else None)
 
@@ -136,7 +136,7 @@ class _Unchanged:
 
 def _adapter(model: Any, tokenizer: Any, batch_size: int) -> Any:
     """The harness's model, whose requests are shared by all processes."""
-    from lm_eval.models.huggingface import HFLM
+    from lm_eval.models.huggingface import HFLM  # pyright: ignore[reportMissingImports]
 
     from src.evaluation.generation import gather_batches
 

@@ -30,6 +30,8 @@ ROWS = [
     for thing in toy.THINGS
     for colour, other in (("red", "blue"), ("green", "pink"))
 ]
+for wrong_row in ROWS[20:]:
+    wrong_row["choices"] = [" thing0", " red"]  # after the limit: never right
 
 
 def write_world(folder: Path) -> Path:
