@@ -1,9 +1,9 @@
 """Show the data of a training on conversations: `python -m data_prep.assistants.show_conversations assistant_tiny_sft`.
 
-The experiment is one of exp_configs.py, GROUP or GROUP[3], with recipe `sft`, `reward` or `dpo`. Prints samples of its
-first micro-batch, with tokens colored by role and underlined if they are trained on; how much of each data set an epoch
-reads and how often training reads it; and the memory plan of one GPU. Output to a file has no colors: tokens that
-are trained on are in [[ ]] after their role. No weights are loaded, and nothing is written.
+The experiment is one of exp_configs.py, GROUP or GROUP[3], with recipe `sft`, `reward`, `dpo` or `kto`. Prints samples
+of its first micro-batch, with tokens colored by role and underlined if they are trained on; how much of each data set
+an epoch reads and how often training reads it; and the memory plan of one GPU. Output to a file has no colors: tokens
+that are trained on are in [[ ]] after their role. No weights are loaded, and nothing is written.
 """
 
 import argparse
@@ -29,11 +29,12 @@ from src.experiments.interfaces import load_experiment
 from src.experiments.registry import canonical_dict
 from src.support.command_line import aligned_lines, require_at_least
 from src.systems.assistants.conversations.dataset import Conversations
+from src.systems.assistants.conversations.labeled import LabeledReplies
 from src.systems.assistants.conversations.ranked import RankedReplies
 from src.systems.assistants.conversations.rendering import Rendered, Role
 
 COMMAND = "python -m data_prep.assistants.show_conversations"
-RECIPES = ("sft", "reward", "dpo")
+RECIPES = ("sft", "reward", "dpo", "kto")
 COLOURS = {Role.TEMPLATE: 90, Role.SYSTEM: 35, Role.USER: 36, Role.ASSISTANT: 32, Role.TOOL: 33, Role.TEXT: 39}
 """ANSI color codes."""
 _SAMPLES_TO_COUNT = 100
@@ -209,17 +210,17 @@ def locate(name: str, data: Any, key: Sequence[Any]) -> Iterator[tuple[str, Any,
 
 
 def read_sample(name: str, data: Any, epoch: int, index: int) -> list[SampleView]:
-    """The conversation of a sample; for ranked replies, one conversation per reply."""
+    """The conversation of a sample; for ranked or labeled replies, one conversation per reply."""
     rendered: list[Rendered]
     if isinstance(data, Conversations):
         rendered, masks = [data.render(epoch, index)], [data.sample(epoch, index)["loss_mask"]]
-    elif isinstance(data, RankedReplies):
+    elif isinstance(data, RankedReplies | LabeledReplies):
         rendered = data.render(epoch, index)
         masks = [each.loss_mask for each in rendered]
     else:
         raise ConfigError(
             f"{name}: a {type(data).__name__} has no conversations. "
-            "Name a data set 'conversations' or 'ranked_replies'."
+            "Name a data set 'conversations', 'ranked_replies' or 'labeled_replies'."
         )
     return [SampleView(name, index, each.ids, each.roles, mask) for each, mask in zip(rendered, masks, strict=True)]
 

@@ -47,6 +47,8 @@ class RankedBatch(TokenBatch):
     """(B,) int64: the number of the conversation of each row, from 0."""
     scores: NotRequired["Tensor"]
     """(B,) float32: the score of each reply in the data, if all have one."""
+    mismatch_mask: NotRequired["Tensor"]
+    """(B,) bool, True on rows of labeled replies that only estimate the KL: a prompt with another prompt's reply."""
     reference_logps: NotRequired["Tensor"]
     """(B,) float32: summed log-probability of each row's learned tokens under the initial model."""
 

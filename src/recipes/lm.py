@@ -5,6 +5,7 @@ from typing import Any
 
 from pydantic import model_validator
 
+from src.evaluation.harness import Harness
 from src.experiments.config import Places
 from src.experiments.kinds import DECODER
 from src.recipes import pretraining
@@ -14,6 +15,9 @@ from src.runs.context import Run
 
 class Config(TrainingRecipe):
     """Config of an experiment with this recipe, without its "recipe" key."""
+
+    harness: Harness | None = None
+    """Tasks of lm-evaluation-harness to score; None for none."""
 
     @model_validator(mode="after")
     def _reads_text(self) -> "Config":

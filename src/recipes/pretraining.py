@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from src.evaluation.config import Answers, SampledAnswers
+from src.evaluation.harness import Harness
 from src.experiments.config import Places
 from src.experiments.dataset_protocols import Dataset
 from src.experiments.kinds import KINDS
@@ -55,6 +56,7 @@ def score_names(sum_names: Sequence[str] = ()) -> list[str]:
 def checks(recipe: TrainingRecipe, places: Places, scores: Collection[str]) -> list[Callable[[], object]]:
     """Checks that load no model or data; each raises UserError. scores: names of the scores of an evaluation."""
     model, data, loop = recipe.model, recipe.data, recipe.loop
+    harness: Harness | None = getattr(recipe, "harness", None)
     checks: list[Callable[[], object]] = [
         lambda: call_once(model.check, places),
         lambda: call_once(data.check, places),
@@ -64,6 +66,9 @@ def checks(recipe: TrainingRecipe, places: Places, scores: Collection[str]) -> l
         lambda: recipe.check_precision(places),
         lambda: recipe.check_questions(places),
     ]
+    if harness:
+        checks.append(lambda: harness.check(places))
+        scores = [*scores, "harness"] if harness.at == "evaluations" else scores
     if loop:
         checks += [lambda: data.check_steps(loop.steps), recipe.check_compiled, lambda: loop.check(scores)]
     return checks
@@ -121,6 +126,10 @@ def train_on_text(recipe: TrainingRecipe, run: Run, how: TextTraining) -> None:
     if how.prepare:
         train, val = how.prepare(model, train, val)
 
+    harness: Harness | None = getattr(recipe, "harness", None)
+    is_sharded = recipe.loop is not None and bool(run.options.fsdp or run.options.deepspeed)
+    score_tasks = harness and harness.scorer(run.places, model, tokenizer, recipe.micro_batch, is_sharded)
+
     sizes = tokenizers.token_bytes(tokenizer) if how.bits_per_byte else None
     token_bytes = None if sizes is None else torch.tensor(sizes)
     val_parts = getattr(val, "parts", {"": val})
@@ -144,10 +153,13 @@ def train_on_text(recipe: TrainingRecipe, run: Run, how: TextTraining) -> None:
                 f"val_{kind}/{name}".rstrip("/"): part.means[kind] for kind in reported_sums if kind in part.means
             }
             scores |= {f"val_loss/{name}": part.loss} if name else {}
-        return scores | (how.more_scores(val, scorer) if how.more_scores else {})
+        scores |= how.more_scores(val, scorer) if how.more_scores else {}
+        return scores | (score_tasks() if score_tasks and harness and harness.at == "evaluations" else {})
 
     about = CheckpointMetadata(resolved_dict(recipe.model), tokenizer)
     finish = None if recipe.loop else lambda _: {}
+    if score_tasks and harness and harness.at == "end":
+        finish = lambda _: score_tasks()  # noqa: E731
     last = validation_record.evaluate_and_write(run, val_parts, evaluate)
     spec = TrainSpec(
         model, about, train, inputs, recipe.training_loss(), evaluate, finish, count=count, evaluate_last=last

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from src.data.mixture.dataset import leaves
 from src.data.parts import leaf_configs
+from src.evaluation.harness import Harness
 from src.experiments.config import Config as StrictConfig
 from src.experiments.config import Places
 from src.experiments.kinds import DECODER, REWARD
@@ -14,6 +14,7 @@ from src.recipes import pretraining
 from src.recipes.training_recipe import TrainingRecipe
 from src.runs.context import Run
 from src.systems.assistants.conversations import ranked
+from src.systems.assistants.preferences.training import ROUNDING, require_reference, train_on_replies
 
 if TYPE_CHECKING:
     import torch
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
 
 REPORTED_SCORES = ("accuracy", "margin", "chosen_logratio", "rejected_logratio")
 """Named sums of the loss that an evaluation reports."""
-_ROUNDING = 1e-3
-"""Maximum difference, in nats, between log-probabilities of one model in two passes."""
 
 
 class Preference(StrictConfig):
@@ -68,6 +67,8 @@ class Config(TrainingRecipe):
     can_continue: ClassVar[bool] = False
 
     preference: Preference = Preference()
+    harness: Harness | None = None
+    """Tasks of lm-evaluation-harness to score; None for none."""
 
     @model_validator(mode="after")
     def _samples_are_pairs(self) -> "Config":
@@ -75,16 +76,7 @@ class Config(TrainingRecipe):
         for path, data in leaf_configs("data", self.data):
             if not isinstance(data, ranked.Config) or data.max_replies != 2:
                 raise ValueError(f"{path}: this recipe needs pairs: use 'ranked_replies' with max_replies 2.")
-            if data.writing.tags and data.writing.tags.dropout and self.preference.reference == "stored":
-                raise ValueError(
-                    f"{path}.writing.tags.dropout: stored references need the same text in each epoch. "
-                    "Set it to 0, or with model 'lora' set preference.reference: adapters_off."
-                )
-        if self.preference.reference == "adapters_off" and self.model.name != "lora":
-            raise ValueError(
-                "preference.reference: only model 'lora' has adapters to switch off. "
-                "Wrap the model in 'lora', or use stored."
-            )
+        require_reference(self, "preference.reference", self.preference.reference)
         return self
 
     def checks(self, places: Places) -> list[Callable[[], object]]:
@@ -132,7 +124,7 @@ class Config(TrainingRecipe):
                 loss = loss - preference.sft_weight * pairs(sums.logps / sums.tokens)[0].sum()
             chosen_ratios, rejected_ratios = pairs(ratios.detach())
             values_by_name = (
-                (chosen_ratios > rejected_ratios + _ROUNDING).float(),
+                (chosen_ratios > rejected_ratios + ROUNDING).float(),
                 preference.beta * (chosen_ratios - rejected_ratios),
                 chosen_ratios,
                 rejected_ratios,
@@ -151,23 +143,4 @@ class Config(TrainingRecipe):
 
     def run(self, run: Run) -> None:
         """Train to the last step, or evaluate. Scores: val_loss and the means of `REPORTED_SCORES`. Collective."""
-
-        def add_reference(model: Any, train: Any, val: Any) -> tuple[Any, Any]:
-            """Add the log-probabilities of the initial model to both data sets."""
-            from src.systems.assistants.preferences.reference import WithReference, with_references
-
-            parts = {name: [part for _, part in leaves(name, data)] for name, data in (("train", train), ("val", val))}
-            logps = with_references(model, parts, run.path, self.micro_batch, self.precision[0])
-            return WithReference(train, logps), WithReference(val, logps)
-
-        uses_stored_reference = self.preference.reference == "stored"
-        pretraining.train_on_text(
-            self,
-            run,
-            pretraining.TextTraining(
-                self.loss(),
-                reported_sums=REPORTED_SCORES,
-                count=self.count,
-                prepare=add_reference if uses_stored_reference else None,
-            ),
-        )
+        train_on_replies(self, run, self.loss(), REPORTED_SCORES, self.count, self.preference.reference)

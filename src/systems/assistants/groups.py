@@ -76,6 +76,20 @@ DPO_TINY: dict[str, Any] = {
     "preference": {"sft_weight": 1.0},
 }
 
+# The same pairs as single replies with a label: 4 groups of 8 replies per step.
+KTO_TINY: dict[str, Any] = {
+    "recipe": "kto",
+    "seed": 0,
+    "model": ref(SFT_TINY),
+    "data": {
+        "name": "labeled_replies",
+        "corpus": "expression_pairs",
+        "sequence_tokens": 80,
+        "group_size": 8,
+        "writing": _WRITING,
+    },
+    "loop": {**DPO_TINY["loop"], "sequences_per_step": 4, "micro_batch": 1},
+}
 
 # Policies with three rewards: the verifier, the verifier and the reward model, only the reward model.
 SAMPLED = {"questions": 100, "samples": 4, "max_new_tokens": 12, "metrics": _METRICS}
@@ -318,6 +332,8 @@ GROUPS = {
     "assistant_tiny_sft": [SFT_TINY],
     "assistant_tiny_reward": [REWARD_TINY],
     "assistant_tiny_dpo": [DPO_TINY],
+    "assistant_tiny_kto": [KTO_TINY, override(KTO_TINY, {"data.shuffled_labels": True})],
+    "assistant_tiny_kto_judged": [evaluation_of(KTO_TINY)],
     "assistant_tiny_grpo": [GRPO_TINY],
     "assistant_tiny_ppo": [PPO_TINY],
     "assistant_tiny_ppo_hacked": [without_verifier(PPO_TINY)],

@@ -5,12 +5,14 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from src.data.parts import leaf_configs
 from src.experiments.config import Config as StrictConfig
 from src.experiments.config import Places
 from src.experiments.kinds import REWARD
 from src.recipes import pretraining
 from src.recipes.training_recipe import TrainingRecipe
 from src.runs.context import Run
+from src.systems.assistants.conversations import ranked
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +44,9 @@ class Config(TrainingRecipe):
     @model_validator(mode="after")
     def _reads_rewards(self) -> "Config":
         pretraining.require_text(self, REWARD)
+        for path, data in leaf_configs("data", self.data):
+            if not isinstance(data, ranked.Config):
+                raise ValueError(f"{path}: {data.name!r} data have no ranks. Use 'ranked_replies', or recipe 'kto'.")
         return self
 
     def checks(self, places: Places) -> list[Callable[[], object]]:

@@ -6,6 +6,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from src.evaluation.config import Answers, SampledAnswers
+from src.evaluation.harness import Harness
 from src.experiments.config import Places
 from src.experiments.dataset_protocols import Dataset
 from src.experiments.interfaces import NewTokens
@@ -22,6 +23,8 @@ class Config(TrainingRecipe):
     """Last answers of validation conversations to generate and score at each evaluation; None for no answers."""
     sampled: SampledAnswers | None = None
     """Last answers of validation conversations to generate by sampling, several times each."""
+    harness: Harness | None = None
+    """Tasks of lm-evaluation-harness to score; None for none."""
     poly_epsilon: float = Field(default=0.0, ge=0)
     """Weight of 1 - p in the training loss, where p is the target's probability; see `training.loss.cross_entropy`."""
 

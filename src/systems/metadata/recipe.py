@@ -5,6 +5,7 @@ from typing import Any
 
 from pydantic import model_validator
 
+from src.evaluation.harness import Harness
 from src.experiments.config import Places
 from src.experiments.kinds import DECODER
 from src.recipes import pretraining
@@ -19,6 +20,8 @@ class Config(TrainingRecipe):
     """An experiment of this recipe, without its "recipe" key."""
 
     gains: Gains | None = None
+    harness: Harness | None = None
+    """Tasks of lm-evaluation-harness to score; None for none."""
 
     @model_validator(mode="after")
     def _validation_has_metadata(self) -> "Config":

@@ -74,6 +74,102 @@ T5_V1_1_BASE: dict[str, Any] = {
     },
 }
 
+# nanoT5's README compares the recipe above (loss 1.953) with these (2.040, 1.993 and 1.995): two optimizers and two
+# schedules.
+# Its inverse square root, min(0.01, 1 / sqrt(step)), ends in 10 % of linear decay to 0, which cannot be expressed here.
+_ADAFACTOR = {**{k: v for k, v in T5_V1_1_BASE["loop"].items() if k != "adam_beta2"}, "optimizer": "adafactor"}
+_INVERSE_SQRT = {
+    "loop.schedule": "inverse_sqrt",
+    "loop.learning_rate": 1e-2,
+    "loop.warmup_start": 1.0,
+    "loop.final_rate": 0.0,
+}
+T5_V1_1_BASE_OPTIMIZERS = [
+    override(T5_V1_1_BASE, _INVERSE_SQRT),
+    {**T5_V1_1_BASE, "loop": _ADAFACTOR},
+    override({**T5_V1_1_BASE, "loop": _ADAFACTOR}, _INVERSE_SQRT),
+]
+
+# FlashT5's settings (catie-aq/flashT5, configs/flash-t5-base.yaml at 141a99e with train_flash_t5.py at d5f1358, and
+# configs/fr/fat5-fr-small.yaml at 1237380 with examples/fat5-fr/train_fat5.py at 55cd585). Sequences per step: rows of
+# a batch times accumulation, 8 * 16 and 128 * 2. Not expressed:
+# - Packing: there, samples of several documents share a row and attend to each other. Here a row is one stretch of
+#   running text.
+# - The prefix of [S]: a fixed quarter of a row there, a random share here.
+# - The French corpora and tokenizers are not public as prepared files; prepare yours under these names. The tokenizer
+#   needs the control tokens [R], [S] and [X], and 128 sentinels.
+_FLASH_DENOISERS = [
+    {"rate": rate, "mode": mode, **({"mean_span_tokens": span, "noise_density": density} if density else {})}
+    for rate, mode, span, density in (
+        (0.165, "[R]", 3.0, 0.15),
+        (0.165, "[R]", 8.0, 0.15),
+        (0.34, "[S]", 0.0, 0.0),
+        (0.0825, "[X]", 3.0, 0.5),
+        (0.0825, "[X]", 8.0, 0.15),
+        (0.0825, "[X]", 64.0, 0.15),
+        (0.0825, "[X]", 64.0, 0.5),
+    )
+]
+FLASH_T5_BASE: dict[str, Any] = {
+    "recipe": "t5_pretrain",
+    "seed": 42,
+    "model": {
+        "name": "t5",
+        "random": {
+            "tokenizer": "flash_t5_fr_tokenizer",
+            "hidden_size": 768,
+            "feed_forward_size": 3072,
+            "num_layers": 12,
+            "num_heads": 12,
+        },
+    },
+    "data": {
+        "name": "ul2",
+        "corpus": "culturax_fr",
+        "input_tokens": 512,
+        "denoisers": _FLASH_DENOISERS,
+        "fixed_length": True,
+        "val_sequences": 5_000,
+    },
+    "loop": {
+        "steps": 200_000,
+        "sequences_per_step": 128,
+        "micro_batch": 8,
+        "optimizer": "adamw_scale",
+        "learning_rate": 5e-3,
+        "schedule": "cosine",
+        "warmup_rate": 10_000 / 200_000,
+        "warmup_start": 0.5,
+        "final_rate": 1e-5 / 5e-3,
+        "adam_beta2": 0.999,
+        "label_smoothing": 0.1,
+        "z_loss": 1e-4,
+        "precision": "bfloat16",
+        "compile": True,
+        "eval_every": 500,
+    },
+}
+FAT5_FR_SMALL = override(
+    FLASH_T5_BASE,
+    {
+        "model.random": {
+            "tokenizer": "fat5_fr_tokenizer",
+            "hidden_size": 512,
+            "feed_forward_size": 2048,
+            "num_layers": 6,
+            "num_heads": 8,
+        },
+        "data.corpus": "fat5_fr",
+        "loop.steps": 1_500_000,
+        "loop.sequences_per_step": 256,
+        "loop.micro_batch": 128,
+        "loop.warmup_rate": 20_000 / 1_500_000,
+        "loop.label_smoothing": 0.0,
+        "loop.compile": False,
+        "loop.eval_every": 1_000,
+    },
+)
+
 # Continues from Google's weights. Their tokenizer is a different file, so the corpus is tokenised with it.
 T5_BASE_CONTINUED = override(
     T5_V1_1_BASE,
@@ -247,6 +343,10 @@ def budget(steps: int, warmup: int) -> dict[str, Any]:
 GROUPS: dict[str, list[dict[str, Any]]] = {
     "t5_tiny": [T5_TINY],
     "t5_v1_1_base": [T5_V1_1_BASE],
+    "t5_v1_1_base_optimizers": T5_V1_1_BASE_OPTIMIZERS,
+    "t5_v1_1_base_whole_words": [override(T5_V1_1_BASE, {"data.whole_words": True})],
+    "t5_flash_base": [FLASH_T5_BASE],
+    "t5_fat5_fr_small": [FAT5_FR_SMALL],
     "t5_v1_1_base_continued": [T5_BASE_CONTINUED],
     "t5_v1_1_base_budgets": [
         # 4, 8, 12, 16, 20 and 24 hours of one A100

@@ -98,6 +98,7 @@ CASES: dict[str, dict[str, Any]] = {
             {"data": {"name": "prefix_lm", "corpus": "texts", "sequence_tokens": 16}},
         ]
     },
+    "labeled_replies": {"corpus": "replies", "sequence_tokens": 64, "group_size": 2},
     "prefix_lm": {"corpus": "texts", "sequence_tokens": 16},
     "prompted_qa": {
         "corpus": "questions",

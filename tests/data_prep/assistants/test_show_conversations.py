@@ -14,7 +14,7 @@ from src.experiments.config import Places
 from src.experiments.grid import override, ref
 from src.experiments.registry import DATASETS, bind
 from tests.systems.assistants.conversations import talk
-from tests.systems.assistants.train_assistants import DPO, REWARD, SFT, TALK, write_data
+from tests.systems.assistants.train_assistants import DPO, KTO, REWARD, SFT, TALK, write_data
 
 SAMPLE_HEADING = re.compile(r"^\w+ \d+: \d+ tokens, \d+ learned$", re.MULTILINE)
 PARTS = {"a": TALK, "b": {**TALK, "writing": {"system": "short"}}}
@@ -36,6 +36,7 @@ GROUPS = {
     "budget": [{**PACKED, "loop": {**{k: v for k, v in PACKED["loop"].items() if k != "steps"}, "budget": BUDGET}}],
     "reward": [REWARD],
     "dpo": [DPO],
+    "kto": [KTO],
     "judged": [EVALUATION],
     "text": [{name: value for name, value in TEXT.items() if name != "answers"}],
 }
@@ -94,6 +95,7 @@ def test_all_replies_are_shown(show):
     replies = re.findall(r"assistant\[\[(.*?)\]\]", out)
     assert len(replies) == len(SAMPLE_HEADING.findall(out)) >= 2
     assert len(set(replies)) == len(replies)
+    assert len(SAMPLE_HEADING.findall(show("kto", "--samples", "1"))) == KTO["data"]["group_size"]
     assert "\x1b[36m3?" in show("reward", "--samples", "1", "--color", "always"), "what a user says has its colour"
     assert "assistant[[" in show("dpo"), "its parent is not trained yet"
 
@@ -121,7 +123,7 @@ def test_packed_conversations_are_shown_one_by_one(show):
         (["sft[2]"], "sft[2]: the group has 2 experiments."),
         (
             ["judged"],
-            "judged: trains on no conversations. Name an experiment of recipe sft, reward, dpo that has a loop.",
+            "judged: trains on no conversations. Name an experiment of recipe sft, reward, dpo, kto that has a loop.",
         ),
         (["text"], "text: trains on no conversations."),
         (["sft", "--samples", "0"], "--samples: expected at least 1, got 0."),

@@ -27,9 +27,9 @@ from src.systems.assistants.serving.sampling_report import Sampling
 from src.training.validation import count_loss_tokens
 from tests import toy
 from tests.systems.assistants.conversations import talk
-from tests.systems.assistants.train_assistants import DPO, REPLIES, REWARD, SFT, TALK, write_data
+from tests.systems.assistants.train_assistants import DPO, KTO, REPLIES, REWARD, SFT, TALK, write_data
 
-CHAIN = {"sft": [SFT], "reward": [REWARD], "dpo": [DPO]}
+CHAIN = {"sft": [SFT], "reward": [REWARD], "dpo": [DPO], "kto": [KTO]}
 
 
 @pytest.fixture(scope="module")
@@ -153,15 +153,17 @@ def test_adapters_come_back_as_they_were(folder: Path):
     assert torch.equal(model_of(folder).eval()(input_ids=ids).logits, without)
 
 
-@pytest.mark.parametrize("recipe", ["sft", "reward", "dpo"])
+@pytest.mark.parametrize("recipe", ["sft", "reward", "dpo", "kto"])
 @pytest.mark.parametrize("cuts", [(6, 0), (1, 5), (2, 2, 2)])
 def test_a_gradient_does_not_depend_on_how_its_batch_is_cut(folder: Path, recipe: str, cuts: tuple[int, ...]):
     exp: Any = load_experiment(CHAIN[recipe][0], "here")
     data = data_of(folder, CHAIN[recipe][0]["data"])
-    if recipe == "dpo":
+    if recipe in ("dpo", "kto"):
         from src.systems.assistants.preferences.reference import WithReference
 
-        data = WithReference(data, json.loads((folder / "runs" / exp_id(DPO) / "reference.json").read_text())["logps"])
+        run = folder / "runs" / exp_id(CHAIN[recipe][0])
+        logps = json.loads((run / "reference.json").read_text())["logps"]
+        data = WithReference(data, {name: [1.2 * value for value in values] for name, values in logps.items()})
     model = model_of(folder, CHAIN[recipe][0]["model"]).eval()
     gradients = []
     for parts in ((6,), cuts):

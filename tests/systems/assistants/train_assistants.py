@@ -39,6 +39,13 @@ DPO: dict[str, Any] = {
     "data": {**REPLIES, "max_replies": 2},
     "loop": LOOP,
 }
+KTO: dict[str, Any] = {
+    "recipe": "kto",
+    "seed": 0,
+    "model": ref(SFT),
+    "data": {**REPLIES, "name": "labeled_replies", "group_size": 3},
+    "loop": LOOP,
+}
 
 
 def write_data(data: Path) -> Path:

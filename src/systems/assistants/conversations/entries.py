@@ -10,8 +10,8 @@ A tool call is {"name", "arguments"}, or {"function": {"name", "arguments"}}. Ar
 of JSON. An answer can have reasoning as "reasoning_content", "thinking" or "reasoning".
 
 Roles: system (first, at most once), user, assistant, and tool after an assistant. A message can have "lang", "quality",
-"humor", "creativity" (0 to 1) and "context". Ranks: smaller is better, equal ranks are a tie. Rewards can read the
-other keys of a row.
+"humor", "creativity" (0 to 1) and "context". Ranks: smaller is better, equal ranks are a tie. A row that ends with an
+answer can have "label", true or false, for data `labeled_replies`. Rewards can read the other keys.
 """
 
 import json

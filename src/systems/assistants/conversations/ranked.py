@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
 
 from pydantic import Field
 
@@ -23,22 +23,27 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class Config(ConversationConfig):
+class RepliesConfig(ConversationConfig):
+    """Source of replies to conversations; the base of `ranked_replies` and `labeled_replies`."""
+
+    min_prompt_tokens: int = Field(default=256, ge=0)
+    """If conversation and reply are too long, truncate the conversation from the left, but to no fewer tokens than
+    this; then truncate the reply. Limited to half a sample."""
+
+    @property
+    def reader(self) -> str:
+        return REWARD
+
+
+class Config(RepliesConfig):
     """Source of ranked replies, and the number of replies per conversation."""
 
     kinds: ClassVar[Sequence[str]] = (RANKED_ROW, SCORED_ROW)
 
     max_replies: int = Field(default=5, gt=1)
     """Maximum replies per conversation: the best, the worst, and a random selection between them in each epoch."""
-    min_prompt_tokens: int = Field(default=256, ge=0)
-    """If conversation and reply are too long, truncate the conversation from the left, but to no fewer tokens than
-    this; then truncate the reply. Limited to half a sample."""
     shuffled_ranks: bool = False
     """Whether to shuffle the ranks of each conversation's replies in training: a control."""
-
-    @property
-    def reader(self) -> str:
-        return REWARD
 
     def check_scores(self, places: Places) -> None:
         for split in ("train", "val"):
@@ -124,7 +129,7 @@ class RankedReplies:
         replies, labels = self._choose(entry.replies, epoch, index)
         try:
             rendered = [
-                render_reply(self.config, self.renderer, entry.messages, reply, key, place)
+                render_reply(self.config, self.renderer, entry.messages, reply.message, key, place)
                 for place, reply in enumerate(replies)
             ]
         except DataError as error:
@@ -150,32 +155,35 @@ class RankedReplies:
         return ranked_replies, labels
 
     def collate(self, samples: Sequence[Sample]) -> RankedBatch:
-        """Stack all replies of all conversations, padded on the right. Padding is masked, so its id does not matter."""
+        """Stack all replies of all conversations, padded on the right."""
         import torch
 
-        from src.data import collate
-
-        ids, masks = (
-            [row for sample in samples for row in sample["input_ids"]],
-            [row for sample in samples for row in sample["loss_mask"]],
-        )
         scores = [score for sample in samples for score in sample["scores"]]
-        numbers = [number for number, sample in enumerate(samples) for _ in sample["ranks"]]
-        batch: RankedBatch = {
-            **collate.pad_tokens(ids, masks, pad_id=self.renderer.safe.pad_id),
-            "ranks": torch.tensor([rank for sample in samples for rank in sample["ranks"]]),
-            "sample_of_row": torch.tensor(numbers),
-        }
+        batch = collate_replies(samples, self.renderer.safe.pad_id)
         if None not in scores:
             batch["scores"] = torch.tensor(scores, dtype=torch.float32)
         return batch
 
 
+def collate_replies(samples: Sequence[Any], pad_id: int) -> RankedBatch:
+    """Stack the rows of all samples, padded on the right. Padding is masked, so its id does not matter."""
+    import torch
+
+    from src.data import collate
+
+    ids, masks = ([row for sample in samples for row in sample[name]] for name in ("input_ids", "loss_mask"))
+    return {
+        **collate.pad_tokens(ids, masks, pad_id=pad_id),
+        "ranks": torch.tensor([rank for sample in samples for rank in sample["ranks"]]),
+        "sample_of_row": torch.tensor([number for number, sample in enumerate(samples) for _ in sample["ranks"]]),
+    }
+
+
 def render_reply(
-    config: Config,
+    config: RepliesConfig,
     renderer: Renderer,
     messages: Sequence[Message],
-    reply: Reply,
+    reply: Message,
     key: tuple[int, int, int] | None = None,
     place: int = 0,
 ) -> Rendered:
@@ -190,8 +198,8 @@ def render_reply(
     tags, texts = config.writing.tags, list[str]()
     if tags:
         rngs = [None if key is None else draws("tags", *key, *more) for more in ((), (place,))]
-        texts = [*tags.write_all(messages, rngs[0]), tags.write(reply.message, rngs[1])]
-    rendered, most = renderer.render([*messages, reply.message], texts), config.sequence_tokens
+        texts = [*tags.write_all(messages, rngs[0]), tags.write(reply, rngs[1])]
+    rendered, most = renderer.render([*messages, reply], texts), config.sequence_tokens
     answer = rendered.last_answer()
     prompt, end = answer.start, len(rendered.ids)
     room = max(most - (end - prompt), min(config.min_prompt_tokens, most // 2), 1)  # prompt tokens

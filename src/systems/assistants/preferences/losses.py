@@ -167,3 +167,29 @@ def pair_loss(
     if kind == "robust":
         return (((1 - flip_rate) * right - flip_rate * wrong) / (1 - 2 * flip_rate)).sum()
     return ((1 - flip_rate) * right + flip_rate * wrong).sum()
+
+
+def reference_points(ratios_M: Tensor, groups_M: Tensor, groups: int) -> Tensor:
+    """KTO's reference point of each group, (groups,) float32: an estimate of the KL divergence from the reference, the
+    mean log-ratio of the group's M mismatched replies, at least 0 (Ethayarajh et al. 2024, arXiv 2402.01306, section
+    4.1). groups_M: int64, the group of each."""
+    sums = ratios_M.new_zeros(groups).index_add(0, groups_M, ratios_M)
+    return (sums / torch.bincount(groups_M, minlength=groups).clamp(min=1)).clamp(min=0)
+
+
+def unpaired_loss(
+    ratios_R: Tensor,
+    points_R: Tensor | float,
+    desirable_R: Tensor,
+    *,
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> Tensor:
+    """Sum over replies of weight * sigmoid(-beta (r - z)) for desirable and weight * sigmoid(beta (r - z)) for
+    undesirable replies: KTO (arXiv 2402.01306, equation 7). ratios_R: r, the log-ratio of each reply, summed over its
+    tokens. points_R: z, from `reference_points` and without gradient. With z = 0 this is the unpaired form of apo_zero
+    (arXiv 2408.06266)."""
+    signs_R = torch.where(desirable_R, 1.0, -1.0)
+    weights_R = torch.where(desirable_R, desirable_weight, undesirable_weight)
+    return (weights_R * torch.sigmoid(-beta * signs_R * (ratios_R.float() - points_R))).sum()

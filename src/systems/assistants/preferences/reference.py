@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from src.data.mixture.dataset import leaves
 from src.errors import RunError
 from src.experiments.batches import to_device
 from src.experiments.dataset_protocols import Batch, Dataset
@@ -64,6 +65,15 @@ class WithReference:
         """The data set's batch with `reference_logps`, (B,) float32."""
         batch = self.data.collate([sample for sample, _ in samples])
         return {**batch, "reference_logps": torch.tensor([value for _, values in samples for value in values])}
+
+
+def add_references(
+    model: nn.Module, train: Any, val: Any, run: Path, micro_batch: int, precision: str
+) -> tuple[WithReference, WithReference]:
+    """Both data sets with the log-probabilities of the initial model; see `with_references`."""
+    parts = {name: [part for _, part in leaves(name, data)] for name, data in (("train", train), ("val", val))}
+    logps = with_references(model, parts, run, micro_batch, precision)
+    return WithReference(train, logps), WithReference(val, logps)
 
 
 def digest(sample: Any) -> str:

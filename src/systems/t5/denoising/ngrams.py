@@ -36,6 +36,10 @@ class Vocabulary(NamedTuple):
     """sha256 of the file."""
 
 
+NO_NGRAMS = Vocabulary(frozenset(), frozenset(), "whole words")
+"""Every word is a unit: whole-word masking."""
+
+
 def require_file(path: Path) -> None:
     """Raises DataError if the file is missing."""
     if not path.is_file():

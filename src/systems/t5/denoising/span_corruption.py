@@ -37,6 +37,8 @@ class Config(DenoisingConfig):
     ngrams: str | None = Field(default=None, min_length=1)
     """Text file below `--data_path` with one n-gram of words per line. Masked runs then consist of complete n-grams and
     words, instead of any tokens. The lengths do not change."""
+    whole_words: bool = False
+    """Whether masked runs consist of complete words, as with `ngrams` but without a list. The lengths do not change."""
 
     @model_validator(mode="after")
     def _gives_exact_lengths(self) -> "Config":
@@ -44,6 +46,12 @@ class Config(DenoisingConfig):
             self._lengths()
         except ConfigError as error:
             raise ValueError(str(error)) from None
+        return self
+
+    @model_validator(mode="after")
+    def _nothing_is_ignored(self) -> "Config":
+        if self.ngrams and self.whole_words:
+            raise ValueError("whole_words: with ngrams only complete words are masked anyway. Remove it.")
         return self
 
     def check(self, places: Places) -> None:
@@ -74,14 +82,12 @@ class Config(DenoisingConfig):
         Masks are functions of (seed, epoch, index) in training, and of the index in other splits.
 
         Raises:
-            DataError: the tokenizer has no sentinels, or no word boundaries for `ngrams`; the n-grams are missing or
-                malformed; the data set is missing, incomplete, malformed, or too small for one sequence or for
-                `val_sequences`.
+            DataError: the tokenizer has no sentinels, or no word boundaries for `ngrams` or `whole_words`; the n-grams
+                are missing or malformed; the data set is missing, incomplete, malformed, or too small for one sequence
+                or for `val_sequences`.
             ConfigError: the tokenizer has too few sentinels.
         """
         import numpy as np
-
-        from src.systems.t5.denoising.words import Words
 
         raw, counts = self._lengths()
         ids = np.array(sentinels.require(tokenizer, counts.spans, "data.input_tokens"), dtype=np.int32)
@@ -89,11 +95,12 @@ class Config(DenoisingConfig):
         rows = documents.PackedRows(corpus, raw, self.max_samples(split))
         fingerprint = corpus.fingerprint
         shares = self.noise_density, self.mean_span_tokens
-        objective: Objective = partial(mask_spans, shares=shares, sentinels=ids, eos_id=corpus.eos_id)
+        vocabulary = ngrams.NO_NGRAMS if self.whole_words else None
         if self.ngrams:
             vocabulary = ngrams.read_vocabulary(places.data / self.ngrams)
-            objective = ngrams.Ngrams(Words(tokenizer), vocabulary, shares, ids, corpus.eos_id)
+        if vocabulary:
             fingerprint = f"{fingerprint} {vocabulary.fingerprint}"
+        objective = span_objective(tokenizer, shares, ids, corpus.eos_id, vocabulary)
         return SingleObjectiveDataset(
             rows, objective, mask_rng(split, seed), SafeTokenizer(tokenizer), fingerprint, self.shuffle
         )
@@ -101,6 +108,22 @@ class Config(DenoisingConfig):
     def _lengths(self) -> tuple[int, noise.Counts]:
         """Number of tokens of a row of text, and its counts."""
         return noise.exact_lengths(self.input_tokens, self.noise_density, self.mean_span_tokens)
+
+
+def span_objective(
+    tokenizer: "PreTrainedTokenizerFast",
+    shares: tuple[float, float],
+    sentinels: "np.ndarray",
+    eos_id: int,
+    vocabulary: ngrams.Vocabulary | None,
+) -> "Objective":
+    """Masks runs of tokens, or with a vocabulary runs of n-grams and words. shares: noise density and mean span.
+    Raises DataError if the tokenizer has no word boundaries for a vocabulary."""
+    if vocabulary is None:
+        return partial(mask_spans, shares=shares, sentinels=sentinels, eos_id=eos_id)
+    from src.systems.t5.denoising.words import Words
+
+    return ngrams.Ngrams(Words(tokenizer), vocabulary, shares, sentinels, eos_id)
 
 
 def mask_spans(

@@ -20,8 +20,9 @@ from src.experiments.kinds import TokenizerSource
 from src.systems.t5.denoising import noise, sentinels
 from src.systems.t5.denoising.dataset import DenoisingConfig, mask_rng
 from src.systems.t5.denoising.denoiser_mixture import DenoiserMixture, DenoiserSpec
+from src.systems.t5.denoising.ngrams import NO_NGRAMS
 from src.systems.t5.denoising.prefix_lm import cut_row
-from src.systems.t5.denoising.span_corruption import mask_spans
+from src.systems.t5.denoising.span_corruption import span_objective
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -94,6 +95,8 @@ class Config(DenoisingConfig):
     denoisers: list[Denoiser] = Field(default_factory=_published_denoisers, min_length=1)
     """Spans of 3 at density 0.5 need 100 sentinels for 400 input tokens and 128 for 512
     (data_prep.t5.t5_tokenizer --sentinels)."""
+    whole_words: bool = False
+    """Whether masked runs consist of complete words. The lengths do not change."""
     fixed_length: bool = False
     """Whether to pad every batch to the maximum lengths of all denoisers, instead of its longest rows, for
     `loop.compile`."""
@@ -169,5 +172,6 @@ class Config(DenoisingConfig):
             return DenoiserSpec(denoiser.rate, lengths.raw, mode, partial(cut_row, eos_id=encoder.eos_id))
         ids = np.array(sentinels.require(tokenizer, lengths.sentinels, where), dtype=np.int32)
         shares = denoiser.noise_density, denoiser.mean_span_tokens
-        objective = partial(mask_spans, shares=shares, sentinels=ids, eos_id=encoder.eos_id)
+        vocabulary = NO_NGRAMS if self.whole_words else None
+        objective = span_objective(tokenizer, shares, ids, encoder.eos_id, vocabulary)
         return DenoiserSpec(denoiser.rate, lengths.raw, mode, objective)

@@ -74,7 +74,7 @@ def _speller(tokenizer: "PreTrainedTokenizerFast") -> Callable[[str], str]:
         return _sentence_piece
     raise DataError(
         f"{tokenizer.name_or_path}: the tokenizer does not mark spaces, so word boundaries are unknown. "
-        "Use a SentencePiece or byte-level BPE tokenizer, or remove ngrams."
+        "Use a SentencePiece or byte-level BPE tokenizer, or remove ngrams and whole_words."
     )
 
 

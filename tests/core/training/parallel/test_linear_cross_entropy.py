@@ -211,7 +211,7 @@ def test_recipes_that_need_all_logits_refuse(recipe: str):
     trained = [exp for group in EXP_GROUPS.values() for exp in group if exp["recipe"] == recipe and exp.get("loop")]
     assert trained
     chunked = override(trained[0], {"loop.cross_entropy_chunk_tokens": 512})
-    if recipe in ("dpo", "fid", "grpo", "ppo", "reward"):
+    if recipe in ("dpo", "fid", "grpo", "kto", "ppo", "reward"):
         with pytest.raises(
             ConfigError, match=r"loop\.cross_entropy_chunk_tokens: this recipe needs the logits of all tokens at once"
         ):

@@ -21,6 +21,8 @@ trl: TRL 1.16.0, the losses of DPOTrainer and RewardTrainer for the numbers of `
 label_smoothing, and the mean. rewards: margin, center_rewards_coefficient, and the mean, for 2 sin(2.3 i), the first
 half being chosen.
 trl_more: further losses of DPOTrainer ("mean": sigmoid_norm) and, without a reference, of CPOTrainer ("mean": simpo).
+trl_kto: `_compute_loss` of its KTOTrainer, run with the logits of the model and the log-probabilities of the reference
+of `make_scores`: loss_type, beta, desirable_weight, undesirable_weight, phase of the reference, the loss, and the KL.
 trl_random: the same for random logits and rewards, those of `random_scored` below; before each the seed, which gives
 the shapes too.
 trl_grpo: `_compute_loss` of its GRPOTrainer on four rollouts of up to five tokens, of at most 8:
@@ -42,6 +44,7 @@ from torch import nn
 from data_prep.t5.superglue import FORMS
 from src.experiments.config import load
 from src.systems.assistants.dpo import Config, Preference
+from src.systems.assistants.preferences import kto
 from src.systems.assistants.preferences.losses import answer_logps, pair_loss, ranking_loss
 from src.systems.crossattn.model import xc_cache_weights
 from src.systems.t5.denoising import noise
@@ -223,6 +226,32 @@ def test_further_losses_of_pairs_are_those_of_trl(number: int):
     }
     loss, _ = recipe.loss()(lambda **_: SimpleNamespace(logits=logits[order]), batch)
     assert float(loss) / 4 == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("number", range(len(originals()["trl_kto"])))
+def test_losses_of_single_replies_are_those_of_trl(number: int):
+    kind, beta, desirable, undesirable, phase, expected, kl = originals()["trl_kto"][number]
+    settings = {"kind": kind, "beta": beta, "desirable_weight": desirable, "undesirable_weight": undesirable}
+    recipe = kto.Config.model_construct(kto=load(kto.Settings, settings, "kto"))
+    logits, ids, mask = make_scores(0.0)
+    reference_logps, mismatched_logps = (answer_logps(*make_scores(each)).logps for each in (phase, phase + 0.9))
+    batch = {
+        "input_ids": torch.cat([ids, ids]),
+        "loss_mask": torch.cat([mask, mask]),
+        "attention_mask": torch.ones(16, 9),
+        "ranks": 1 - torch.tensor([1, 0, 1, 1, 0, 0, 1, 0] * 2),
+        "sample_of_row": torch.zeros(16, dtype=torch.int64),
+        "mismatch_mask": torch.arange(16) >= 8,
+        "reference_logps": torch.cat([reference_logps, mismatched_logps]),
+    }
+    mismatched_logits = make_scores(0.7)[0].requires_grad_()
+    answers = iter([mismatched_logits, logits.requires_grad_()] if kind == "kto" else [logits.requires_grad_()])
+    loss, named_sums = recipe.loss()(lambda **_: SimpleNamespace(logits=next(answers)), batch)
+    assert loss.item() / recipe.count(batch) == pytest.approx(expected, rel=1e-5)
+    assert float(named_sums["kl_estimate"][0]) == pytest.approx(kl, rel=1e-5)
+    loss.backward()
+    assert logits.grad is not None
+    assert mismatched_logits.grad is None
 
 
 def test_losses_of_preferences_are_those_of_trl():

@@ -13,7 +13,7 @@ from src.errors import DataError
 from src.experiments.registry import DATASETS, bind
 from src.models.load import ROOT
 from src.systems.assistants.conversations import ranked
-from src.systems.assistants.conversations.entries import Message, Reply
+from src.systems.assistants.conversations.entries import Message
 from src.systems.assistants.conversations.rendering import Renderer, Role
 from src.systems.assistants.conversations.templates import ChatML, Jinja, OpenAssistant, find
 from tests.systems.assistants.conversations import talk
@@ -291,7 +291,7 @@ def test_no_start_token_is_within_a_conversation():
     for template in (OpenAssistant("<end>"), ChatML()):
         renderer = Renderer(tokenizer, template)
         prompt = renderer.render(talk.messages("a"), answering=True)
-        sample = ranked.render_reply(config, renderer, talk.messages("a"), Reply("b", 0))
+        sample = ranked.render_reply(config, renderer, talk.messages("a"), Message("assistant", "b"))
         assert sample.ids[: len(prompt.ids)] == prompt.ids
         assert [place for place, token in enumerate(sample.ids) if token == start] == [0]
         assert not sample.loss_mask[0]

@@ -5,9 +5,9 @@ import re
 import numpy as np
 import pytest
 
-from src.errors import DataError
+from src.errors import ConfigError, DataError
 from src.experiments.config import load
-from src.systems.t5.denoising import ngrams, noise, span_corruption
+from src.systems.t5.denoising import ngrams, noise, span_corruption, ul2
 from src.systems.t5.denoising.words import Words
 
 EOS, SENTINELS = 0, np.arange(10_000, 9_900, -1)
@@ -222,3 +222,48 @@ def test_as_an_option_of_span_corruption(places, write_corpus, make_tokenizer):
     path.write_text("new jersey\n")
     other = config.build(places, tokenizer, "train", 0)
     assert len({data.fingerprint, other.fingerprint, plain.fingerprint}) == 3
+
+
+@pytest.mark.parametrize(("density", "mean_span"), [(0.15, 3.0), (0.3, 2.0), (0.5, 8.0)])
+def test_words_are_masked_completely_with_exact_lengths(sentence_piece, density, mean_span):
+    masker = ngrams.Ngrams(Words(sentence_piece), ngrams.NO_NGRAMS, (density, mean_span), SENTINELS, EOS)
+    row = row_of_words()
+    row[1::5] = ID["ing"]  # "newing", a word of two tokens; "new york" is no unit
+    pairs = np.flatnonzero((row[:-1] == ID["▁new"]) & (row[1:] == ID["ing"]))
+    assert len(pairs) > 20
+    plain = [noise.noise_mask(len(row), density, mean_span, np.random.default_rng(seed)) for seed in range(50)]
+    assert any((mask[pairs] != mask[pairs + 1]).any() for mask in plain)
+    masks = [check(masker, row, seed, density, mean_span) for seed in range(50)]
+    for mask in masks:
+        assert (mask[pairs] == mask[pairs + 1]).all()
+    assert 0.5 * density < np.mean([mask[pairs] for mask in masks]) < 1.7 * density
+
+
+@pytest.mark.parametrize(
+    ("module", "values"),
+    [
+        (span_corruption, {"input_tokens": 64}),
+        (ul2, {"input_tokens": 64, "denoisers": [{"rate": 1.0, "mean_span_tokens": 3.0, "noise_density": 0.15}]}),
+    ],
+)
+def test_masking_of_words_as_an_option(places, write_corpus, make_tokenizer, module, values):
+    write_corpus("t", [{"text": " ".join(f"{chr(97 + (i + j) % 26)}x" for j in range(40))} for i in range(20)])
+    controls = ("<|endoftext|>", "<|pad|>", *[f"<extra_id_{k}>" for k in range(100)])
+    tokenizer = make_tokenizer(controls, "<|pad|>")
+
+    def cut_words(whole_words: bool) -> int:
+        """Number of inputs with a sentinel after the first letter of a word."""
+        config = load(module.Config, {"corpus": "t", **values, "whole_words": whole_words}, "data")
+        data = config.build(places, tokenizer, "train", 0)
+        texts = [tokenizer.decode(data.sample(0, i)["input_ids"]) for i in range(len(data))]
+        return sum(len(re.findall(r"\b[a-z]<extra_id", text)) for text in texts)
+
+    assert cut_words(whole_words=False) > 20
+    assert cut_words(whole_words=True) <= 3, "a word is split only where the lengths need it"
+
+
+def test_masking_of_words_is_part_of_ngrams():
+    with pytest.raises(ConfigError, match="whole_words"):
+        load(
+            span_corruption.Config, {"corpus": "t", "ngrams": "a.txt", "whole_words": True, "input_tokens": 64}, "data"
+        )
