@@ -40,7 +40,10 @@ NAMES = (
 )
 
 
-CHAIN = (train_assistants.SFT, train_assistants.REWARD, train_assistants.DPO, train_policies.GRPO, train_policies.PPO)
+CHAIN = (
+    *(train_assistants.SFT, train_assistants.REWARD, train_assistants.DPO, train_assistants.KTO),
+    *(train_policies.GRPO, train_policies.PPO),
+)
 GROUPS: dict[str, list[dict[str, Any]]] = {"lm": [toy.BASE]} | {
     exp["recipe"]: [{**exp, "loop": {**exp["loop"], "steps": 8, "eval_every": 4}}]
     for exp in (
@@ -102,7 +105,7 @@ def test_every_score_column_is_documented(measured_losses: tuple[Path, Any]):
     page = (toy.ROOT / "docs" / "run_directory.md").read_text().partition("## Score columns")[2].partition("\n## ")[0]
     cells = re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
     names = {name for cell in cells for name in re.findall("`([^`]+)`", cell)}
-    val_names = {f"val_{name}" for name in names if name in ("chosen_logratio", "rejected_logratio", "margin")}
+    val_names = {f"val_{name}" for name in names if name.endswith("_logratio") or name in ("margin", "kl_estimate")}
     metrics = "|".join([*squad.Config().score_names(), *words.Config().score_names(), "accuracy", "macro_f1"])
     patterns = "|".join(re.sub(r"<\w+>", ".+", name.replace("<metric>", f"({metrics})")) for name in names | val_names)
     columns = {
