@@ -1,9 +1,10 @@
-"""All checks that need a GPU, in one command of about ten minutes: `python -m benchmarks.gpu [--only ITEM ..]
+"""All checks that need a GPU, in one command of at most 20 minutes: `python -m benchmarks.gpu [--only ITEM ..]
 [-o FOLDER]`.
 
 Each item runs in its own process with a time limit, so that a failure does not stop the rest, and writes ITEM.json to
-the folder; the last lines list the items that passed. Without a GPU, tiny models replace the large ones, and items that
-need a GPU are reported as not tried. The command needs only torch, transformers, accelerate, pydantic and orjson
+the folder; at the end, table.md there and the last lines have one table for the docs. GPUs with less than 40 GiB get
+models of half the size. Without a GPU, tiny models replace the large ones, and items that need a GPU are reported as
+not tried. The command needs only torch, transformers, accelerate, pydantic and orjson
 (deepspeed for its item), and no network: `make gpu-wheels` packs the packages missing on a machine with torch,
 transformers and accelerate.
 
@@ -13,8 +14,10 @@ overflow         float16 gradients overflow at first: these steps are skipped an
 resume           killed after a checkpoint and resumed: bit-exact, for three recipes in each precision
 stop             SIGTERM in each precision: a checkpoint of the last complete step, and exit code 75
 sharded          FSDP2 and ZeRO-3 with one process: the same losses as a replicated model, and peak memory
-speed            1.1 billion parameters (GPTBigCode, Llama) and T5-base, compiled and not: tokens a second, also as a
-                 share of a bare loop's and of Hugging Face's Trainer, MFU, memory, waits
+speed_lm         1.1 billion parameters (GPTBigCode), compiled and not: tokens a second, also as a share of a bare
+                 loop's and of Hugging Face's Trainer, MFU, memory, waits
+speed_llama      the same for a Llama
+speed_t5         the same for T5-base, without peers
 loading          seconds that a step of 16 micro-batches waits for data
 synchronisations times that a step waits for the device
 cross_attention  3 billion frozen parameters that read encoded contexts: tokens a second, memory, attention kernels
@@ -34,6 +37,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +52,18 @@ from tests import toy
 
 ROOT = Path(__file__).resolve().parents[1]
 GPU = torch.cuda.is_available()
-PRECISIONS = ("float32", "bfloat16", "float16") if GPU else ("float32", "bfloat16")
+PRECISIONS = (
+    "float32",
+    *(["bfloat16"] if not GPU or torch.cuda.is_bf16_supported(including_emulation=False) else []),
+    *(["float16"] if GPU else []),
+)
+HALF = "bfloat16" if "bfloat16" in PRECISIONS else "float16"
+"""Precision of the large models."""
+IS_SMALL = GPU and torch.cuda.get_device_properties(0).total_memory < 40 * 2**30
 SECONDS = 240
 """Time limit of an item."""
+TOTAL_SECONDS = 1200
+"""Time limit of all items."""
 T5_TOKENIZER = "toy_t5_tokenizer"
 T5: dict[str, Any] = {
     "recipe": "t5_pretrain",
@@ -74,7 +87,7 @@ TINY: dict[str, dict[str, Any]] = {
     "t5": T5,
 }
 # About 1.1 billion parameters, and T5 v1.1-base.
-_LARGE_LM = {"hidden_size": 2048, "num_layers": 21, "num_heads": 16, "max_positions": 1024}
+_LARGE_LM = {"hidden_size": 2048, "num_layers": 10 if IS_SMALL else 21, "num_heads": 16, "max_positions": 1024}
 _LARGE_T5 = {
     "hidden_size": 768,
     "feed_forward_size": 2048,
@@ -91,7 +104,7 @@ LLAMA = (
     {
         "hidden_size": 2048,
         "intermediate_size": 5632,
-        "num_hidden_layers": 22,
+        "num_hidden_layers": 11 if IS_SMALL else 22,
         "num_attention_heads": 32,
         "num_key_value_heads": 4,
     }
@@ -106,7 +119,7 @@ LLAMA = (
 )
 """The shape of TinyLlama, of 1.0 billion parameters without its vocabulary."""
 TARGETS = {"lm": 0.50, "llama": 0.50, "t5": 0.45}
-"""MFU in bfloat16 with compile."""
+"""MFU in `HALF` with compile."""
 
 
 class SkipItem(Exception):
@@ -125,12 +138,37 @@ def main() -> int:
     options.output.mkdir(parents=True, exist_ok=True)
     if options.item:
         return _run_item(options.item, options.output)
-    states = {name: _start_item(name, options.output) for name in options.only}
-    print(" ".join(f"{name}: {state}" for name, state in states.items()))
-    return int("failed" in states.values())
+    began, reports = time.monotonic(), dict[str, dict[str, Any]]()
+    for name in options.only:
+        left = TOTAL_SECONDS - (time.monotonic() - began)
+        reports[name] = _start_item(name, options.output, min(SECONDS, left))
+    table = _table(reports)
+    (options.output / "table.md").write_text(table)
+    print(f"\n{table}", end="")
+    return int("failed" in {report["state"] for report in reports.values()})
 
 
-def _start_item(name: str, output: Path) -> str:
+def _table(reports: Mapping[str, Mapping[str, Any]]) -> str:
+    """A Markdown table of all results."""
+    lines = ["| item | state | seconds | results |", "|---|---|---|---|"]
+    for name, report in reports.items():
+        reason = report.get("reason", "").strip().splitlines()[-1:]
+        cell = "; ".join(_flatten(report["found"]) if "found" in report else reason).replace("|", "/")
+        lines.append(f"| {name} | {report['state']} | {report['seconds']:.0f} | {cell} |")
+    return "\n".join(lines) + "\n"
+
+
+def _flatten(value: Any, name: str = "") -> list[str]:
+    """ "NAME VALUE" of each number or text in nested results."""
+    if isinstance(value, dict):
+        return [text for key, item in value.items() for text in _flatten(item, f"{name} {key}".strip())]
+    if isinstance(value, list):
+        value = ", ".join(map(str, value))
+    return [f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"]
+
+
+def _start_item(name: str, output: Path, seconds: float) -> dict[str, Any]:
+    """The report of an item, which gets at most `seconds`."""
     result = output / f"{name}.json"
     result.unlink(missing_ok=True)
     command = [sys.executable, "-m", "benchmarks.gpu", "--item", name, "-o", str(output.resolve())]
@@ -139,10 +177,10 @@ def _start_item(name: str, output: Path) -> str:
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
     try:
-        log_text, _ = process.communicate(timeout=SECONDS)
+        log_text, _ = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        log_text = f"{process.communicate()[0]}\ntook more than {SECONDS} s"
+        log_text = f"{process.communicate()[0]}\ntook more than {seconds:.0f} s"
     report: dict[str, Any] = (
         json.loads(result.read_text()) if result.exists() else {"state": "failed", "reason": log_text[-4000:]}
     )
@@ -153,7 +191,7 @@ def _start_item(name: str, output: Path) -> str:
         f"{json.dumps(report.get('found', report.get('reason')))}",
         flush=True,
     )
-    return report["state"]
+    return report
 
 
 def _run_item(name: str, output: Path) -> int:
@@ -255,7 +293,7 @@ def sharded(folder: Path) -> dict[str, Any]:
     ways: dict[str, list[str]] = {"replicated": [], "fsdp": ["--fsdp"]}
     if importlib.util.find_spec("deepspeed"):
         ways["zero3"] = ["--deepspeed", str(settings)]
-    exp, results = _large("lm", {"loop.precision": "bfloat16"}), {}
+    exp, results = _large("lm", {"loop.precision": HALF}), {}
     for name, words in ways.items():
         _train(folder / name, [exp], *words)
         results[name] = {
@@ -267,25 +305,24 @@ def sharded(folder: Path) -> dict[str, Any]:
     return {**results, "deepspeed": "zero3" in ways or "not installed"}
 
 
-def speed(folder: Path) -> dict[str, Any]:
-    """Compare training speed for the same model on the same tokens."""
+def speed(name: str, folder: Path) -> dict[str, Any]:
+    """Compare training speed for the same model on the same tokens. name: key of `SIZES`."""
     results: dict[str, Any] = {}
     gpu_peers.write_llama(folder / "data" / gpu_peers.LLAMA, folder / "data" / "toy_tokenizer", LLAMA)
-    for name in SIZES:
-        for compiled in (False, True) if GPU else (False,):
-            exp = _large(name, {"loop.precision": "bfloat16", **({"loop.compile": True} if compiled else {})})
-            place = folder / f"{name}-{compiled}"
-            _train(place, [exp])
-            perf = _perf(place, exp, "tokens_per_second", "mfu", "peak_memory_bytes", "data_wait_rate")
-            if name != "t5":
-                work = gpu_peers.Work(exp, folder / "data", compiled)
-                perf["times bare"] = perf["tokens_per_second"] / gpu_peers.bare_tokens_per_second(work)
-                perf["times Trainer"] = perf["tokens_per_second"] / gpu_peers.trainer_tokens_per_second(
-                    work, place / "trainer"
-                )
-            results[f"{name}{', compiled' if compiled else ''}"] = perf
-    for name, target in TARGETS.items() if GPU else ():
-        results[f"{name}: mfu of at least {target}"] = results[f"{name}, compiled"].get("mfu", 0) >= target
+    for compiled in (False, True) if GPU else (False,):
+        exp = _large(name, {"loop.precision": HALF, **({"loop.compile": True} if compiled else {})})
+        place = folder / f"{name}-{compiled}"
+        _train(place, [exp])
+        perf = _perf(place, exp, "tokens_per_second", "mfu", "peak_memory_bytes", "data_wait_rate")
+        if name != "t5":
+            work = gpu_peers.Work(exp, folder / "data", compiled)
+            perf["times bare"] = perf["tokens_per_second"] / gpu_peers.bare_tokens_per_second(work)
+            perf["times Trainer"] = perf["tokens_per_second"] / gpu_peers.trainer_tokens_per_second(
+                work, place / "trainer"
+            )
+        results["compiled" if compiled else "not compiled"] = perf
+    if GPU:
+        results[f"mfu of at least {TARGETS[name]}"] = results["compiled"].get("mfu", 0) >= TARGETS[name]
     return results
 
 
@@ -448,21 +485,10 @@ def _write_t5_tokenizer(data: Path) -> None:
         PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
 
 
+_CHECKS = (device, precisions, overflow, resume, stop, sharded, loading, synchronisations, cross_attention, checkpoint)
 ITEMS: dict[str, Callable[[Path], dict[str, Any]]] = {
-    work.__name__: work
-    for work in (
-        device,
-        precisions,
-        overflow,
-        resume,
-        stop,
-        sharded,
-        speed,
-        loading,
-        synchronisations,
-        cross_attention,
-        checkpoint,
-    )
+    **{check.__name__: check for check in _CHECKS},
+    **{f"speed_{name}": partial(speed, name) for name in SIZES},
 }
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ STEPS, WORDS = 10, 30
 
 @dataclass(frozen=True)
 class Work:
-    """What both do: the model of an experiment in bfloat16, on batches of its shape, with AdamW."""
+    """What both do: the model of an experiment in its precision, on batches of its shape, with AdamW."""
 
     exp: Mapping[str, Any]
     data: Path
@@ -65,7 +65,7 @@ def bare_tokens_per_second(work: Work) -> float:
 
     def step() -> None:
         for _ in range(work.passes):
-            with torch.autocast(DEVICE, torch.bfloat16):
+            with torch.autocast(DEVICE, getattr(torch, loop["precision"])):
                 loss: Tensor = run(input_ids=ids, labels=ids).loss
             (loss / work.passes).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -94,7 +94,8 @@ def trainer_tokens_per_second(work: Work, folder: Path) -> float:
         per_device_train_batch_size=loop["micro_batch"],
         gradient_accumulation_steps=work.passes,
         learning_rate=loop["learning_rate"],
-        bf16=True,
+        bf16=loop["precision"] == "bfloat16",
+        fp16=loop["precision"] == "float16",
         use_cpu=DEVICE == "cpu",
         torch_compile=work.compiled,
         optim="adamw_torch_fused" if DEVICE == "cuda" else "adamw_torch",

@@ -2,6 +2,7 @@
 there is one."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -42,6 +43,9 @@ def test_without_a_gpu_possible_checks_run_and_the_rest_are_named(tmp_path: Path
     assert {name: each["state"] for name, each in results.items()} == expected
     assert "GPU" in results["synchronisations"]["reason"]
     assert results["stop"]["found"]["exit code"] == 75
+    lines = (tmp_path / "table.md").read_text().splitlines()
+    assert [re.split(r" *\| *", line)[1:3] for line in lines[2:]] == [list(pair) for pair in expected.items()]
+    assert "exit code 75" in lines[3]
 
 
 @pytest.mark.slow
