@@ -140,8 +140,8 @@ def main() -> int:
         return _run_item(options.item, options.output)
     began, reports = time.monotonic(), dict[str, dict[str, Any]]()
     for name in options.only:
-        left = TOTAL_SECONDS - (time.monotonic() - began)
-        reports[name] = _start_item(name, options.output, min(SECONDS, left))
+        seconds_left = TOTAL_SECONDS - (time.monotonic() - began)
+        reports[name] = _start_item(name, options.output, min(SECONDS, seconds_left))
     table = _table(reports)
     (options.output / "table.md").write_text(table)
     print(f"\n{table}", end="")
