@@ -263,7 +263,7 @@ def plan_memory(
     plans, mistakes = memory_table.plan_all(
         [replace_micro_batch(item, args.micro_batch) for item in items], places, machines
     )
-    costs = memory_table.costs(plans, machines["gpus"], arguments.training_options(args, 1)) if args.cost else []
+    costs = memory_table.costs(plans, machines["gpus"], arguments.saving_options(args)) if args.cost else []
     lines = memory_table.table(plans, machines) if args.memory else []
     content = {"memory": memory_table.to_dicts(plans) if args.memory else [], "cost": costs}
     return content, [*lines, *memory_table.cost_table(costs, machines)], merge_mistakes(mistakes)

@@ -180,7 +180,8 @@ def document_types() -> dict[str, list[type]]:
             shared = {"python trainval.py": TRAINVAL, "python -m results.dashboard": [documents.Address]}
             document = documents.Steps if "data_prep" in line else getattr(module, "Document", documents.File)
             types[line] = shared.get(line) or [document]
-    return types
+    agent_types = [documents.AgentFields, documents.AgentStart, documents.AgentStop]
+    return types | {"python -m src.serving.mcp": agent_types}
 
 
 def documents_page() -> str:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from src.errors import ConfigError, print_errors
+from src.runs.environment import evaluation_digest
 from src.support import documents
 from src.support.command_line import parse_arguments
 from src.tables import comparability, results, run_arguments
@@ -98,8 +99,6 @@ def make_report(  # noqa: PLR0913  call sites pass the optional ones by name
             differ, or no finished run has the metric.
         DataError: there is no such folder, or it contains no run.
     """
-    if not (min_effect >= 0 and math.isfinite(min_effect)):
-        raise ConfigError(f"--min-effect: expected a number of at least 0, got {min_effect}.")
     rows, warnings = results.load_rows(runs)
     of_base = select_families(base, rows, runs, seed)
     if len(of_base) > 1:
@@ -119,32 +118,30 @@ def make_report(  # noqa: PLR0913  call sites pass the optional ones by name
         warnings += comparability.require_same_evaluation(of_base[0], family, metric)
     comparisons = compare(of_base[0], families, metric, lowest, min_effect, seed)
     for family in (of_base[0], *families):
+        warnings += comparability.code_warnings(family)
         unfinished = [row["exp_id"][:8] for row in family.rows if row["state"] not in FINISHED]
         if unfinished:
-            warnings.append(f"not finished, so not compared: {', '.join(unfinished)}.")
+            warnings.append(f"not finished, so there is no verdict: {', '.join(unfinished)}.")
     return Report(of_base[0], metric, min_effect, comparisons, list(dict.fromkeys(warnings)))
 
 
 def select_families(word: str, rows: Sequence[Row], runs: Path, seed: str = results.SEED) -> list[Family]:
-    """The experiments that a word selects: a group, a run with its other seeds, or an expression.
+    """The experiments that a word selects: a group, a run, or an expression; always with all of their seeds, as seeds
+    chosen by their results are no sample.
 
     Raises:
         ConfigError: it selects no run, or the start of an id is not unique.
     """
-    members = [row for row in rows if word in row.groups]
-    if members:
-        return comparability.families(members, rows, runs, seed)
-    if Path(word).is_dir() or _ID_START.fullmatch(word):
-        name = run_arguments.find_run(word, runs).resolve().name
-        families = comparability.families(rows, rows, runs, seed)
-        matches = [family for family in families if name in {row["exp_id"] for row in family.rows}]
-        if not matches:
+    members = {row["exp_id"] for row in rows if word in row.groups}
+    if not members and (Path(word).is_dir() or _ID_START.fullmatch(word)):
+        members = {run_arguments.find_run(word, runs).resolve().name} & {row["exp_id"] for row in rows}
+        if not members:
             raise ConfigError(f"{word}: expected a run of {runs}. Name its folder with --runs.")
-        return matches
-    members = results.filter_rows(rows, word, repr(word))
+    members = members or {row["exp_id"] for row in results.filter_rows(rows, word, repr(word))}
     if not members:
         raise ConfigError(f"{word!r} matches none of {len(rows)} runs of {runs}.")
-    return comparability.families(members, rows, runs, seed)
+    families = comparability.families(rows, rows, runs, seed)
+    return [family for family in families if not members.isdisjoint(row["exp_id"] for row in family.rows)]
 
 
 def to_dict(report: Report, seed: str = results.SEED) -> dict[str, Any]:
@@ -193,7 +190,7 @@ def missing_commands(report: Report, runs: Path, data: Path, seed: str = results
     has are used first.
 
     Raises:
-        ConfigError: a run has a parent, which can differ between seeds.
+        ConfigError: a run has a parent, which can differ between seeds; or the evaluation code is not that of the runs.
     """
     open_comparisons = [each for each in report.comparisons if each.verdict == SAME and each.more_seeds]
     families = [report.base, *(each.candidate for each in open_comparisons)] if open_comparisons else []
@@ -207,6 +204,12 @@ def missing_commands(report: Report, runs: Path, data: Path, seed: str = results
             raise ConfigError(
                 f"--run-missing: {family.rows[0]['exp_id']} has a parent, which can differ between seeds. "
                 "Add seeds to its group in exp_configs.py."
+            )
+        codes = {comparability.evaluation_code(family, run) for run in family.runs} - {None}
+        if codes - {evaluation_digest()}:
+            raise ConfigError(
+                f"--run-missing: {family.rows[0]['exp_id']} was evaluated with other code, so it could not be compared "
+                "with new seeds. Check out its commit (results.diff names it), or run all seeds again."
             )
         count = max(
             each.pairs + (each.more_seeds or 0)
@@ -225,6 +228,7 @@ def _print_text(content: dict[str, Any]) -> None:
     headings = [
         "candidate",
         "mean",
+        "base",
         "difference",
         "t interval",
         "bootstrap interval",
@@ -235,7 +239,7 @@ def _print_text(content: dict[str, Any]) -> None:
     ]
     lines = []
     for each in content["candidates"]:
-        cells = [each["exp_ids"][0][:8], *(_format(each[name]) for name in ("mean", "difference"))]
+        cells = [each["exp_ids"][0][:8], *(_format(each[name]) for name in ("mean", "base_mean", "difference"))]
         cells += [_format_interval(each[name]) for name in ("t_interval", "bootstrap_interval")]
         note = "" if each["is_paired"] else " (not paired)"
         lines.append([*cells, f"{each['pairs']}{note}", plain(each["samples"]), f"{each['p']:.3g}", each["verdict"]])
@@ -257,7 +261,8 @@ def _advice(candidate: dict[str, Any], min_effect: float) -> str:
     if candidate["diverged_seeds"]:
         return f": ended in NaN with seed {', '.join(map(str, candidate['diverged_seeds']))}"
     if candidate["failed_seeds"]:
-        return f": no verdict, as seed {', '.join(map(str, candidate['failed_seeds']))} failed; resume or remove it"
+        seeds = ", ".join(map(str, candidate["failed_seeds"]))
+        return f": no verdict, as seed {seeds} failed or has not finished; resume or remove it"
     if candidate["verdict"] != SAME or candidate["more_seeds"] == 0:
         return ""
     width = f"± {_format(min_effect or abs(candidate['difference']))}"

@@ -24,7 +24,7 @@ from src.runs.store import ENV, SavedRun
 from src.support import documents
 from src.tables import comparability, results, run_arguments, statistics
 from src.tables.comparability import Family
-from src.tables.comparison import BETTER, compare
+from src.tables.comparison import BETTER, compare, require_min_effect
 from src.tables.terminal_table import draw_rich
 
 if TYPE_CHECKING:
@@ -97,8 +97,9 @@ def find_steps(
     start is unknown.
 
     Raises:
-        ConfigError: no run has the metric.
+        ConfigError: no run has the metric, or `min_effect` is negative.
     """
+    require_min_effect(min_effect)
     results.check_known("score", [metric], results.score_names(rows), "--metric")
     families = comparability.families(rows, results.load_rows(runs)[0], runs)
     steps, remarks, best = list[Step](), list[str](), list[Family]()

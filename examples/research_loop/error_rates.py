@@ -14,8 +14,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import loop
 
-from results import compare
-from src.tables.comparison import BETTER, SAME
+from src.tables import results
+from src.tables.comparability import Family
+from src.tables.comparison import BETTER, SAME, compare
 
 FIRST_SEED = 1000
 IMPROVEMENT = {"loop.learning_rate": 4e-3}
@@ -37,17 +38,19 @@ def main() -> int:
     better_ids = loop.train({**budget, **IMPROVEMENT}, options, tuple(seed for six in seeds for seed in six[:3]))
     if base_ids is None or better_ids is None:
         raise SystemExit("error: a run failed; its log is in the save directory.")
+    rows = {row["exp_id"]: row for row in results.load_rows(options.runs)[0]}
+
+    def select(ids: list[str], numbers: tuple[int, ...]) -> Family:
+        """The runs with these seeds."""
+        return Family([rows[name] for name in ids if rows[name]["seed"] in numbers], options.runs)
+
     for min_effect in (0.0, loop.MIN_EFFECT):
         verdicts: dict[str, Counter[str]] = {"improvement": Counter(), "other seeds": Counter()}
         for six in seeds:
-            base = f"loop.learning_rate < 0.001 and seed >= {six[0]} and seed <= {six[2]}"
-            candidates = {
-                "improvement": f"loop.learning_rate > 0.001 and seed >= {six[0]} and seed <= {six[2]}",
-                "other seeds": f"loop.learning_rate < 0.001 and seed >= {six[3]} and seed <= {six[5]}",
-            }
-            for name, expression in candidates.items():
-                report = compare.make_report(options.runs, base, [expression], loop.METRIC, min_effect=min_effect)
-                verdicts[name][report.comparisons[0].verdict] += 1
+            candidates = {"improvement": select(better_ids, six[:3]), "other seeds": select(base_ids, six[3:])}
+            for name, candidate in candidates.items():
+                (result,) = compare(select(base_ids, six[:3]), [candidate], loop.METRIC, min_effect=min_effect)
+                verdicts[name][result.verdict] += 1
         print(f"minimum effect {min_effect:g}:")
         print(f"  the improvement is better in {verdicts['improvement'][BETTER]} of {count}")
         print(f"  other seeds are {SAME} in {verdicts['other seeds'][SAME]} of {count} {dict(verdicts['other seeds'])}")

@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT))
 import trainval  # noqa: E402  needs the path above
 from data_prep.crossattn import stdlib_qa  # noqa: E402
 from results import compare, progress  # noqa: E402
+from src.errors import print_errors  # noqa: E402
 from src.experiments.grid import parse_assignments  # noqa: E402
 from src.runs import plan  # noqa: E402
 from src.tables.comparison import BETTER  # noqa: E402
@@ -112,6 +113,7 @@ def search(proposals: list[Changes], options: argparse.Namespace) -> tuple[Chang
     return best, lines
 
 
+@print_errors
 def main() -> int:
     """Search, and write the report and the plot. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 from src.experiments.dataset_protocols import Dataset, content_of
 from src.files import write_json
 from src.runs.context import Run
+from src.runs.environment import evaluation_digest
 from src.runs.store import VALIDATION
 from src.support import distributed
+from src.training.state import content_samples
 from src.training.validation import SampleSums
 
 if TYPE_CHECKING:
@@ -40,8 +42,9 @@ def write(run: Run, step: int, parts: Mapping[str, Dataset], samples: Sequence[S
     """Replace the file. Collective. parts: the validation data by name. samples: all of them, in order; none if the
     loss is no mean over tokens.
 
-    "data" has the digest of the content of each part, "samples" their number, "step" the optimizer steps; "nats",
-    "tokens" and "bytes" are lists of sums, without "bytes" if the bytes of the text are unknown.
+    "data" has the digest of the content of each part, "content" those of samples of the prepared files, "code" that of
+    the evaluation code, "samples" the number of samples, "step" the optimizer steps; "nats", "tokens" and "bytes" are
+    lists of sums, without "bytes" if the bytes of the text are unknown.
 
     Raises:
         RunError: the disk refuses, or another process has taken over the save directory.
@@ -61,6 +64,7 @@ def write(run: Run, step: int, parts: Mapping[str, Dataset], samples: Sequence[S
 
     def replace() -> None:
         run.dir.confirm()
-        write_json(run.path / VALIDATION, record)
+        facts = {"code": evaluation_digest(), "content": content_samples(run)}
+        write_json(run.path / VALIDATION, {**record, **facts})
 
     distributed.broadcast_from_rank0(replace)

@@ -22,7 +22,7 @@ PARTS = ("weights", "gradients", "optimizer", "copies", "activations", "logits")
 """Keys of `parts` in a memory plan."""
 LOOP_SETTINGS = (
     *("steps", "budget", "sequences_per_step", "micro_batch", "optimizer", "label_smoothing", "z_loss", "precision"),
-    *("groups", "layerwise_decay"),
+    *("groups", "layerwise_decay", "ema"),
 )
 """Settings of the loop that a memory plan depends on."""
 
@@ -83,16 +83,19 @@ def costs(plans: Sequence[PlanOfRuns], gpus: int, options: "Options") -> list[di
     rows: list[dict[str, Any]] = []
     for each in plans:
         plan, runs, checkpoints = each.plan, len(each.items), 0
+        first_step = each.items[0].exp["model"].get("step") or 0  # of a continuation
         for loop in (item.exp["loop"] for item in each.items):
             intervals = options.save_intervals(loop["eval_every"])
             saved_steps = {step for interval in intervals for step in range(interval, plan.steps + 1, interval)}
-            checkpoints += options.keep.count(sorted({*saved_steps, *loop.get("extra_eval_steps", ()), plan.steps}))
+            saved_steps |= {*loop.get("extra_eval_steps", ()), plan.steps}
+            checkpoints += options.keep.count(sorted(step for step in saved_steps if step > first_step))
+        scale = runs * (plan.steps - first_step) / plan.steps
         numbers = {
             "where": each.where,
             "runs": runs,
-            "tokens": plan.tokens * runs,
-            "operations": plan.operations and plan.operations * plan.steps * runs,
-            "gpu_hours": plan.hours and plan.hours * gpus * runs,
+            "tokens": round(plan.tokens * scale),
+            "operations": plan.operations and round(plan.operations * plan.steps * scale),
+            "gpu_hours": plan.hours and plan.hours * gpus * scale,
             "checkpoint_bytes": plan.checkpoint_bytes * checkpoints,
         }
         rows.append(numbers)

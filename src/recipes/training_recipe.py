@@ -37,6 +37,9 @@ class TrainingRecipe(RecipeConfig):
 
     seed: int = Field(ge=0, lt=2**63)
     """Seed of initial weights, data order and dropout."""
+    variant: str | None = None
+    """A name for a version of the code. No code reads it: it gives trainings with changed code an id of their own, so
+    that they can be compared with those before the change."""
     model: ModelField
     """The model to train or evaluate."""
     data: DatasetField

@@ -57,8 +57,14 @@ _SECRET_WORDS = {
 }
 _OTHER_ROOMS = {"launch", "operations", "serving", "sweeps", "tables"}
 """Folders of src without training code: they launch, serve or show trainings."""
-_EVALUATION = ("data/", "evaluation/", "recipes/", "training/loss.py", "training/validation.py")
+_EVALUATION = (
+    *("data/", "evaluation/", "recipes/", "experiments/batches.py", "runs/scores.py", "support/distributed.py"),
+    *("training/loss.py", "training/validation.py", "training/parallel/linear_cross_entropy.py"),
+    "training/monitoring/reporter.py",
+)
 """Starts of the names of modules that make validation data and scores."""
+_NO_EVALUATION = {"groups.py", "presets.py", "demo.py", "study.py", "speed.py", "model", "serving"}
+"""Names of modules and folders of systems and of the evaluation that hold experiments, models or servers."""
 _IN_ADDRESS = re.compile(r"(\w+://)[^/\s@]+@")
 _HIDDEN = "***"
 
@@ -111,13 +117,11 @@ def code_digest(root: Path = ROOT) -> str:
 
 @functools.cache
 def evaluation_digest(root: Path = ROOT) -> str:
-    """Digest of the modules of src that make validation data and scores: `_EVALUATION`, and the systems without their
-    models. `results.compare` refuses runs in which it differs."""
+    """Digest of the modules of src that make validation data and scores: `_EVALUATION` and the systems, without
+    `_NO_EVALUATION`. `results.compare` refuses runs in which it differs."""
     return _digest(
         root,
-        lambda name: (
-            name.as_posix().startswith(_EVALUATION) or (name.parts[0] == "systems" and "model" not in name.parts)
-        ),
+        lambda name: name.as_posix().startswith((*_EVALUATION, "systems/")) and _NO_EVALUATION.isdisjoint(name.parts),
     )
 
 

@@ -9,6 +9,7 @@ import argparse
 import importlib
 import json
 import logging
+import math
 import re
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from src.errors import ConfigError, UserError
 from src.experiments import expressions
 from src.experiments.config import top_level, unknown
 from src.experiments.registry import TABLES
-from src.files import ROOT, writing
+from src.files import ROOT, read_bytes, write_atomic, writing
 from src.launch import logs
 from src.runs import jsonl_records
 from src.runs.environment import now
@@ -36,6 +37,8 @@ AUDIT = "agent_audit.jsonl"
 LOG_FOLDER = "agent_logs"
 """Folder next to the save directories with the output of `start` and `submit`."""
 _WAIT_SECONDS, _COMMAND_SECONDS = 30.0, 600.0
+_STOP_MARK = b"agent\n"
+"""Content of the files `stop` of the tool `stop`; those of persons are empty."""
 _ID = re.compile(r"[0-9a-f]{3,128}")
 _GROUP = re.compile(r"\w[\w./+-]*(\[\d{1,9}\])?", re.ASCII)
 _NAME = re.compile(r"[A-Za-z_][\w./@-]*", re.ASCII)
@@ -91,7 +94,7 @@ class Agent:
         words = selection(group, changes, where)
         exp_ids = self._book("start", words, hours)
         for exp_id in exp_ids:
-            (self.runs / exp_id / "stop").unlink(missing_ok=True)  # of `stop`
+            self._withdraw_stop(exp_id)
         return self._launch([*words, "--stop_after", str(hours * 3600)], exp_ids, 0.0)
 
     def submit(self, job_config: str, group: str, changes: Json | None = None, where: str | None = None) -> Json:
@@ -114,8 +117,17 @@ class Agent:
             )
         with writing(self.runs):
             (self.runs / exp_id).mkdir(exist_ok=True)
-            (self.runs / exp_id / "stop").touch()
+            if not (self.runs / exp_id / "stop").exists():
+                write_atomic(self.runs / exp_id / "stop", _STOP_MARK)
         return {"schema": "agent.stop/1", "exp_id": exp_id}
+
+    def _withdraw_stop(self, exp_id: str) -> None:
+        """Remove the file of `stop`. Raises ConfigError for one that a person wrote."""
+        file = self.runs / exp_id / "stop"
+        if file.exists():
+            if read_bytes(file) != _STOP_MARK:
+                raise ConfigError(f"{file}: a person stopped this run. Ask before it is started again.")
+            file.unlink(missing_ok=True)
 
     def status(self, group: str, changes: Json | None = None, where: str | None = None) -> Json:
         """State, step, loss and reason of a failure of each experiment of a group."""
@@ -243,7 +255,10 @@ class Agent:
             code = process.wait(wait_seconds)
         except subprocess.TimeoutExpired:
             code = None
-        return {"schema": "agent.start/1", "exp_ids": list(exp_ids), "log": str(path), "exit_code": code}
+        content = {"schema": "agent.start/1", "exp_ids": list(exp_ids), "log": str(path), "exit_code": code}
+        if code:
+            content["error"] = documents.mistakes("RunError", f"{path}: trainval.py ended with {code}. Read it.")[0]
+        return content
 
 
 def known_group(name: str) -> str:
@@ -329,9 +344,9 @@ def write_audit(agent: Agent, tool: Callable[..., Json]) -> Callable[..., Json]:
 
     @wraps(tool)
     def call(**arguments: Any) -> Json:
-        record("call", arguments=arguments)
+        record("call", arguments=documents.plain(arguments))
         try:
-            document = tool(**arguments)
+            document = {"error": None, "more_errors": [], "warnings": [], **tool(**arguments)}
         except UserError as error:
             first, *more = documents.mistakes(type(error).__name__, str(error))
             document = {"schema": "error/1", "error": first, "more_errors": more, "warnings": []}
@@ -364,6 +379,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _serve(options: argparse.Namespace) -> int:
     require_at_least(0, **{"max-runs": options.max_runs, "max-hours": options.max_hours})
+    if options.max_hours is not None and not math.isfinite(options.max_hours):
+        raise ConfigError(f"--max-hours: expected a number, got {options.max_hours}. Leave it out for no limit.")
     try:
         from mcp.server import MCPServer
     except ModuleNotFoundError:

@@ -133,6 +133,32 @@ class Training(Document):
     """`exp_id`, `where` and `state`: done or failed."""
 
 
+class AgentFields(Document):
+    """The tool `fields` of the server for agents."""
+
+    schema: Literal["agent.fields/1"]
+    fields: dict[str, dict[str, Any]]
+    """{field: `type`, `is_required`, `default`}."""
+
+
+class AgentStart(Document):
+    """The tools `start` and `submit`."""
+
+    schema: Literal["agent.start/1"]
+    exp_ids: list[str]
+    log: str
+    """Path of the output of trainval.py."""
+    exit_code: int | None
+    """Null while it runs."""
+
+
+class AgentStop(Document):
+    """The tool `stop`."""
+
+    schema: Literal["agent.stop/1"]
+    exp_id: str
+
+
 _output: TextIO | None = None
 _steps: list[dict[str, Any]] = []
 _warnings: list[str] = []
@@ -233,16 +259,17 @@ def dump(schema: str, content: Mapping[str, Any], errors: Sequence[Mistake] = ()
     """A document as JSON, with paths as text; numbers that are not finite are null."""
     error, *more_errors = errors or [None]
     rest = {"error": error, "more_errors": more_errors, "warnings": _warnings}
-    return json.dumps(_plain({"schema": schema, **content, **rest}), indent=4, allow_nan=False) + "\n"
+    return json.dumps(plain({"schema": schema, **content, **rest}), indent=4, allow_nan=False) + "\n"
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """`value` as JSON values. NaN and infinite numbers become None."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = dataclasses.asdict(value)
     if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
+        return {str(key): plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple | set):
-        return [_plain(each) for each in value]
+        return [plain(each) for each in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return str(value) if isinstance(value, Path) else value

@@ -18,13 +18,14 @@ PER_BYTE = "val_bits_per_byte"
 """The score that can be compared between tokenizers."""
 LOSSES = (PER_BYTE, "val_loss", "val_perplexity")
 """Scores of the text of the validation data, which no setting of generated answers changes."""
-_ANSWER_KEYS = ("answers", "gains", "inference", "sampled")
+_ANSWER_KEYS = ("answers", "gains", "harness", "inference", "predictions", "ranking", "reward", "rewards", "sampled")
 """Parts of an experiment that set how its answers are scored. Keys that start with "val_" choose validation data."""
 _CONTENT = "content of "
 """Start of the names of digests of prepared data, which both splits have. Experiments can read different data, but data
 of one name must be equal."""
 _MAX_COVERAGE_RATIO = 1.1
-"""Maximum ratio of the bytes, or tokens, of two validations of the same data."""
+"""Maximum ratio of the bytes, or tokens, of two validations of the same data with different settings of the data. Each
+sequence begins with a token that is not scored, so their length matters."""
 
 
 @dataclass
@@ -78,6 +79,7 @@ def require_same_evaluation(base: Family, candidate: Family, metric: str) -> lis
     Raises:
         ConfigError: a fact differs, within a family or between them. Names two runs and the fact.
     """
+    metric = metric.replace("_ema", "")  # the same score of averaged weights
     warnings, per_token = [], metric != PER_BYTE
     runs = [*((base, run) for run in base.runs), *((candidate, run) for run in candidate.runs)]
     facts = [(run.name, _evaluation_facts(family, run, metric)) for family, run in runs]
@@ -99,6 +101,13 @@ def require_same_evaluation(base: Family, candidate: Family, metric: str) -> lis
                 )
         if first is None:
             warnings.append(f"the {name} is not recorded in these runs, so it was not compared.")
+    settings = [
+        {key: row[key] for key in config_keys(row) if key.startswith("data.")}
+        for family in (base, candidate)
+        for row in family.rows
+    ]
+    tokenizers = {of_run.get("tokenizer") for _, of_run in facts}
+    is_same = all(each == settings[0] for each in settings) and len(tokenizers) == 1
     sizes = [
         (run, sum(record.get("bytes", record["tokens"])))
         for family in (base, candidate)
@@ -106,7 +115,7 @@ def require_same_evaluation(base: Family, candidate: Family, metric: str) -> lis
         if "bytes" in record or (per_token and record["tokens"])
     ]
     smallest, largest = (choose(sizes, key=lambda pair: pair[1], default=("", 1)) for choose in (min, max))
-    if largest[1] > _MAX_COVERAGE_RATIO * smallest[1]:
+    if largest[1] > (1 if is_same else _MAX_COVERAGE_RATIO) * smallest[1]:
         raise ConfigError(
             f"{smallest[0]} and {largest[0]}: the amount of validation text differs: {smallest[1]} and {largest[1]}. "
             "Use the same validation data in both."
@@ -125,12 +134,25 @@ def _evaluation_facts(family: Family, run: SavedRun, metric: str) -> dict[str, A
         if key.rpartition(".")[2].startswith("val_") or (metric not in LOSSES and key.split(".")[0] in _ANSWER_KEYS)
     }
     return {
-        "evaluation code": run.env.get("evaluation_code"),
+        "evaluation code": evaluation_code(family, run),
         "validation data": record["data"] if record else inputs.get("data"),
         "settings of the evaluation": settings,
         "tokenizer": inputs.get("tokenizer"),
         **{name: value for name, value in inputs.items() if name.startswith(_CONTENT)},
+        **(record or {}).get("content", {}),
     }
+
+
+def evaluation_code(family: Family, run: SavedRun) -> str | None:
+    """Digest of the code of the last evaluation; of the last start if that is not recorded."""
+    return family.records.get(run.name, {}).get("code") or run.env.get("evaluation_code")
+
+
+def code_warnings(family: Family) -> list[str]:
+    """A warning if runs of a family have different code, which no field of their dicts tells."""
+    versions = {str(_code(run)) for run in family.runs}
+    text = f"{family.rows[0]['exp_id']}: its seeds ran with {len(versions)} versions of the code."
+    return [text] if len(versions) > 1 else []
 
 
 def _shorten(value: Any) -> str:
@@ -197,7 +219,8 @@ def cost(family: Family) -> dict[str, float]:
 
 
 def _run_cost(row: Row, path: Path) -> dict[str, float]:
-    totals = {"tokens": row["tokens"]} if isinstance(row.get("tokens"), int) else {}
+    first_step = row.get("model.step") or 0  # of a continuation, whose counts include its parent's
+    totals = {"tokens": row["tokens"]} if isinstance(row.get("tokens"), int) and not first_step else {}
     try:
         rows = [entry for entry in jsonl_records.rows(path / PERF) if isinstance(entry.get("step"), int)]
     except (UserError, FileNotFoundError):
@@ -206,7 +229,7 @@ def _run_cost(row: Row, path: Path) -> dict[str, float]:
         return totals
     totals["seconds"] = sum(entry.get("seconds", 0.0) for entry in rows)
     by_step = sorted({entry["step"]: entry for entry in rows}.items())  # a restart repeats steps
-    flops, before = 0.0, 0
+    flops, before = 0.0, first_step
     for step, entry in by_step:
         if entry.get("steps_per_second") and "model_flops_per_second" in entry:
             flops += entry["model_flops_per_second"] / entry["steps_per_second"] * (step - before)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from src.errors import ConfigError
-from src.tables.comparability import Family
-from src.tables.results import SEED, lower_is_better
+from src.tables.comparability import PER_BYTE, Family
+from src.tables.results import FINISHED, SEED, lower_is_better
 from src.tables.statistics import averaged_rows, deviation, ended_in_nan, t_975
 
 if TYPE_CHECKING:
@@ -25,6 +25,9 @@ MIN_SEEDS = 3
 MAX_SEEDS = 1000
 """Maximum number of seeds to look for."""
 DRAWS = 2000
+"""Minimum number of bootstrap draws."""
+DRAWS_PER_CANDIDATE = 200
+"""More draws for many candidates, so that p can be small enough for Holm's correction."""
 _DENOMINATORS = {"val_loss": ("tokens", 1.0), "val_bits_per_byte": ("bytes", math.log(2))}
 """Score -> its denominator in validation.json, and the nats of its unit."""
 Interval = tuple[float, float]
@@ -56,7 +59,8 @@ class Comparison:
     diverged_seeds: list[Any] = field(default_factory=list)
     """Seeds of the candidate that ended in NaN, which makes it worse."""
     failed_seeds: list[Any] = field(default_factory=list)
-    """Seeds of either side that failed, so that there is no verdict: those that are left are no fair sample."""
+    """Seeds of either side that failed or have not finished, so that there is no verdict: those that are left are no
+    fair sample."""
 
 
 @dataclass
@@ -117,10 +121,12 @@ def compare(
     this, "worse" a deterioration of more than this.
 
     Raises:
-        ConfigError: no finished run of a side has the score, or the base ended in NaN.
+        ConfigError: no finished run of a side has the score, the base ended in NaN, or `min_effect` is negative.
     """
+    require_min_effect(min_effect)
+    count = max(DRAWS, DRAWS_PER_CANDIDATE * len(candidates))
     sign = -1.0 if (lower_is_better(metric) if lowest is None else lowest) else 1.0
-    results = [_compare(base, candidate, metric, sign, min_effect, seed) for candidate in candidates]
+    results = [_compare(base, candidate, metric, sign, min_effect, seed, count) for candidate in candidates]
     corrected_p, largest = [0.0] * len(results), 0.0
     order = sorted(range(len(results)), key=lambda number: results[number].p)
     for place, number in enumerate(order):
@@ -133,7 +139,15 @@ def compare(
     return results
 
 
-def _compare(base: Family, candidate: Family, metric: str, sign: float, min_effect: float, seed: str) -> Comparison:
+def require_min_effect(value: float) -> None:
+    """Raise ConfigError if `value` is no minimum effect: a number of at least 0."""
+    if not (value >= 0 and math.isfinite(value)):
+        raise ConfigError(f"--min-effect: expected a number of at least 0, got {value}.")
+
+
+def _compare(  # noqa: PLR0913, PLR0917
+    base: Family, candidate: Family, metric: str, sign: float, min_effect: float, seed: str, count: int
+) -> Comparison:
     import numpy as np
 
     (base_rows, diverged_base_seeds), (candidate_rows, diverged_seeds) = (
@@ -154,11 +168,15 @@ def _compare(base: Family, candidate: Family, metric: str, sign: float, min_effe
     sides = _pair(base, candidate, base_rows, candidate_rows, metric)
     difference = float(sides.candidate.mean() - sides.base.mean())
     error, freedom = sides.standard_error()
-    draws = _bootstrap(sides)
+    draws = _bootstrap(sides, count)
     half, p = None, 1.0
     if error is not None:
         half = _t_quantile(freedom) * error
         p = max(_t_p(sign * difference, error, freedom, min_effect), _draws_p(sign * draws, min_effect))
+        if not error and sides.sums is None:
+            p = 1.0  # the seed changes nothing, so seeds are no sample
+        if sides.is_paired and len(base_rows) + len(candidate_rows) > 2 * sides.pairs:
+            p = max(p, _p_of_all(base_rows, candidate_rows, metric, difference, min_effect))
     low, high = np.percentile(draws, [100 * LEVEL / 2, 100 - 100 * LEVEL / 2])
     return Comparison(
         candidate,
@@ -173,8 +191,21 @@ def _compare(base: Family, candidate: Family, metric: str, sign: float, min_effe
         p,
         SAME,
         sides.more_seeds(min_effect or abs(difference)),
-        failed_seeds=[row.get(seed) for row in (*base.rows, *candidate.rows) if row["state"] == "failed"],
+        failed_seeds=[row.get(seed) for row in (*base.rows, *candidate.rows) if row["state"] not in FINISHED],
     )
+
+
+def _p_of_all(
+    base_rows: Mapping[Any, Any], candidate_rows: Mapping[Any, Any], metric: str, difference: float, min_effect: float
+) -> float:
+    """Welch's p of all seeds, if one side has more than the pairs: which seeds have a pair can depend on results.
+    difference: that of the pairs; p is 1 if all seeds have the opposite sign."""
+    import numpy as np
+
+    ours, theirs = (np.array([row[metric] for row in rows.values()]) for rows in (base_rows, candidate_rows))
+    error, freedom = _Sides(ours, theirs, False, None).standard_error()
+    gain = float(theirs.mean() - ours.mean())
+    return _t_p(gain, error, freedom, min_effect) if error and gain * difference > 0 else 1.0
 
 
 def _rows_by_seed(family: Family, metric: str, seed: str) -> tuple[dict[Any, Any], list[Any]]:
@@ -213,6 +244,7 @@ def _pair(
         every_record = base.records | candidate.records
         records = [[every_record.get(row["exp_id"], {}) for row in side] for side in rows]
         first = records[0][0].get(name)
+        _require_recorded_scores([*base_rows.values(), *candidate_rows.values()], every_record, metric)
         if first and all(record.get(name) == first for side in records for record in side):
             arrays = [
                 np.array([record[key] for record in side], dtype=float) * scale
@@ -224,6 +256,23 @@ def _pair(
             if all(np.allclose(mean, value, rtol=1e-3) for mean, value in zip(means, values, strict=True)):
                 sums = tuple(arrays)
     return _Sides(values[0], values[1], bool(common), sums)
+
+
+def _require_recorded_scores(
+    rows: Sequence[Mapping[str, Any]], records: Mapping[str, Mapping[str, Any]], metric: str
+) -> None:
+    """Raise ConfigError if val_bits_per_byte of a run differs from its recorded sums by more than rounding."""
+    if metric != PER_BYTE:
+        return  # val_loss can be a mean over tasks, or of tokens with weights
+    for row in rows:
+        record = records.get(row["exp_id"], {})
+        if record.get("bytes") and row.get(metric) is not None:
+            value = sum(record["nats"]) / sum(record["bytes"]) / math.log(2)
+            if not math.isclose(value, row[metric], rel_tol=1e-3):
+                raise ConfigError(
+                    f"{row['exp_id']}: {metric} is {row[metric]:.6g}, but the sums of its validation give {value:.6g}. "
+                    "Its scores were changed; train it again."
+                )
 
 
 def _t_quantile(freedom: float) -> float:
@@ -246,18 +295,18 @@ def _draws_p(gains: "np.ndarray", min_effect: float) -> float:
     return min(1.0, 2 * (int(smaller) + 1) / (len(gains) + 1))
 
 
-def _bootstrap(sides: _Sides) -> "np.ndarray":
-    """(DRAWS,) differences of means over resampled seeds and samples; paired where the sides are paired."""
+def _bootstrap(sides: _Sides, count: int) -> "np.ndarray":
+    """(count,) differences of means over resampled seeds and samples; paired where the sides are paired."""
     import numpy as np
 
     random = np.random.default_rng(0)
 
     def weights(number: int) -> "np.ndarray":
-        return random.multinomial(number, np.full(number, 1 / number), size=DRAWS).astype(float)
+        return random.multinomial(number, np.full(number, 1 / number), size=count).astype(float)
 
     of_seeds = weights(len(sides.base))
     of_candidates = of_seeds if sides.is_paired else weights(len(sides.candidate))
-    values = [np.broadcast_to(side, (DRAWS, len(side))) for side in (sides.base, sides.candidate)]
+    values = [np.broadcast_to(side, (count, len(side))) for side in (sides.base, sides.candidate)]
     if sides.sums is not None:
         of_samples = weights(sides.sums[0].shape[1])
         values = [(of_samples @ sides.sums[i].T) / (of_samples @ sides.sums[i + 1].T) for i in (0, 2)]

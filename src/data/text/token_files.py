@@ -83,7 +83,7 @@ def source_digest(manifest: Mapping[str, Any], split: str) -> str | None:
     made_from = manifest.get("made_from", {})
     options = {name: made_from.get("options", {}).get(name) for name in ("text_field", "documents_by", "val_rate")}
     sources = [
-        {name: value for name, value in source.items() if name != "name"}
+        {name: value for name, value in source.items() if name != "name" or "sha256" not in source}
         for source in made_from.get("sources", [])
         if options["val_rate"] or source["split"] == split
     ]

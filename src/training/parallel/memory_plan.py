@@ -136,7 +136,7 @@ def plan(
     work = count_operations(batch) if count_operations else None
     read = sum(int(batch[name].sum()) for name in ("attention_mask", "context_mask") if name in batch)
     rate = machines.mfu * peak / work if peak and work else None  # micro-batches per second of one GPU
-    every = list(model.parameters())
+    every, trained_bytes = list(model.parameters()), sum(p.nbytes for p in model.parameters() if p.requires_grad)
     return MemoryPlan(
         parameters=sum(parameter.numel() for parameter in every),
         trained=sum(parameter.numel() for parameter in every if parameter.requires_grad),
@@ -144,8 +144,7 @@ def plan(
         operations=work * count if work else None,
         steps=config.steps,
         tokens=config.steps * count * read,
-        checkpoint_bytes=optimizer_bytes(groups)
-        + sum(parameter.nbytes for group in groups for parameter in group.parameters.values()),
+        checkpoint_bytes=optimizer_bytes(groups) + (2 if config.ema else 1) * trained_bytes,
         tokens_per_second=rate * read * machines.gpus if rate else None,
         hours=config.steps * passes / rate / 3600 if rate else None,
         groups=_group_sizes(groups),

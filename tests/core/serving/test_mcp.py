@@ -200,6 +200,33 @@ def test_a_start_that_ended_early_frees_its_hours(folder: Path):
     assert agent._used_hours(row | {"exp_ids": ["d" * 32]}) == 5.0
 
 
+def test_a_start_leaves_the_stop_file_of_a_person(folder: Path):
+    agent = mcp.Agent(options(folder))
+    exp_id = next(path.name for path in (folder / "runs").iterdir() if (path / "exp_dict.json").exists())
+    audit(folder, {"exp_ids": [exp_id], "hours": 1.0})
+    file = folder / "runs" / exp_id / "stop"
+    agent.stop(exp_id)
+    agent._withdraw_stop(exp_id)
+    assert not file.exists()
+    file.touch()
+    agent.stop(exp_id)
+    with pytest.raises(ConfigError, match=exp_id):
+        agent._withdraw_stop(exp_id)
+    assert file.read_bytes() == b""
+
+
+def test_numbers_that_are_none_are_refused_and_recorded(folder: Path, capsys: pytest.CaptureFixture[str]):
+    agent = mcp.Agent(options(folder))
+    document = mcp.write_audit(agent, agent.start)(group=GROUP, hours=float("nan"))
+    assert document["error"]["where"] == "hours"
+    rows = jsonl_records.rows(folder / "runs" / mcp.AUDIT)
+    assert [row["event"] for row in rows] == ["call", "result"]
+    assert rows[0]["arguments"] == {"group": GROUP, "hours": None}
+    for hours in ("nan", "inf"):
+        assert mcp.main(["-sb", str(folder / "runs"), "--max-hours", hours]) == 1
+        assert "--max-hours" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_run_of_the_server_equals_that_of_the_command_line(tmp_path: Path):
     changes = TOY | {"loop.steps": 4, "loop.eval_every": 2}

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from results import compare
+from results import compare, progress
+from src.errors import ConfigError
+from src.runs.environment import evaluation_digest
 from src.runs.run_dir import RunDir
 from src.runs.store import VALIDATION
-from src.tables import comparison
+from src.tables import comparison, results
 from src.tables.comparability import Family
 
 BASE = [1.0, 1.1, 1.2]
@@ -28,8 +30,9 @@ def make(
     *,
     nats: Sequence[float] = (),
     data: str = "d",
-    code: str = "c",
+    code: str | None = None,
     group: str = "",
+    commit: str = "a" * 40,
     higher: float = 0.0,
     state: Any = "done",
     model: dict[str, Any] | None = None,
@@ -37,9 +40,9 @@ def make(
 ) -> str:
     """A run whose last row has `loss`; returns its id."""
     exp = {"recipe": "toy", "seed": seed, "loop": {"learning_rate": rate}, "model": model or {"name": "m"}, **settings}
-    facts = {"groups": [group or f"rate{rate}"], "evaluation_code": code, "commit": "a" * 40}
+    facts = {"groups": [group or f"rate{rate}"], "evaluation_code": code or evaluation_digest(), "commit": commit}
     with RunDir.open(runs, exp, exp, facts=facts) as run:
-        row = {"step": 4, "val_loss": math.nan if loss is None else loss, "em": higher, "tokens": 100}
+        row = {"step": 4, "val_loss": math.nan if loss is None else loss, "em": higher + seed / 1000, "tokens": 100}
         run.scores.append(row)
         record = {
             "step": 4,
@@ -162,6 +165,115 @@ def test_means_are_those_of_the_compared_seeds(tmp_path: Path, capsys: pytest.Ca
     assert content["candidates"][0]["base_mean"] == pytest.approx(1.05)
 
 
+def test_seeds_of_the_base_that_were_left_out_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The candidate has the three seeds with which the base was worst."""
+    add(tmp_path, 0.1, [1.0, 1.0, 1.01, 1.5, 1.52, 1.55])
+    add(tmp_path, 0.2, [1.2, 1.21, 1.24], first=3)
+    content = report(capsys, tmp_path, "rate0.1", "rate0.2")
+    (candidate,) = content["candidates"]
+    test = stats.ttest_ind([1.2, 1.21, 1.24], [1.0, 1.0, 1.01, 1.5, 1.52, 1.55], equal_var=False)
+    assert (candidate["pairs"], candidate["is_paired"], candidate["verdict"]) == (3, True, "not distinguishable")
+    assert candidate["p"] == pytest.approx(test[1])
+    assert candidate["difference"] == pytest.approx(-0.3067, abs=1e-4)
+    assert compare.main(["rate0.1", "rate0.2", "--runs", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert all(f"{candidate[name]:.4g}" in text for name in ("mean", "base_mean", "difference"))
+    for seed in (6, 7, 8):
+        make(tmp_path, seed, 0.1, 1.5 + seed / 100)
+    assert report(capsys, tmp_path, "rate0.1", "rate0.2")["candidates"][0]["verdict"] == "not distinguishable"
+
+
+def test_expressions_select_experiments_with_all_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    add(tmp_path, 0.1, BASE)
+    add(tmp_path, 0.2, [0.8, 0.9, 1.9])
+    expected = report(capsys, tmp_path, "rate0.1", "rate0.2")
+    assert expected["candidates"][0]["verdict"] == "not distinguishable"
+    for expression in ("val_loss < 1.0", "loop.learning_rate == 0.2 and seed < 2"):
+        assert report(capsys, tmp_path, "rate0.1", expression) == expected
+
+
+@pytest.mark.parametrize("state", ["stopped", "running"])
+def test_no_verdict_with_an_unfinished_seed(state: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    add(tmp_path, 0.1, BASE)
+    add(tmp_path, 0.2, [0.5, 0.6, 0.7])
+    make(tmp_path, 3, 0.2, 0.6, state=state)
+    (candidate,) = report(capsys, tmp_path, "rate0.1", "rate0.2")["candidates"]
+    assert (candidate["verdict"], candidate["failed_seeds"]) == ("not distinguishable", [3])
+
+
+def test_seeds_without_an_effect_are_no_sample(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for rate, value in ((0.1, 0.5), (0.2, 0.6)):
+        for seed in range(3):
+            make(tmp_path, seed, rate, 1.0, higher=value - seed / 1000)
+    (candidate,) = report(capsys, tmp_path, "rate0.1", "rate0.2", "--metric", "em")["candidates"]
+    assert candidate["difference"] == pytest.approx(0.1)
+    assert (candidate["verdict"], candidate["p"]) == ("not distinguishable", 1.0)
+
+
+def test_many_candidates_can_be_better(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    add(tmp_path, 0.1, BASE)
+    for number in range(60):
+        add(tmp_path, 1.0 + number, [0.1, 0.2 + number / 10**4, 0.3], group="many")
+    verdicts = [each["verdict"] for each in report(capsys, tmp_path, "rate0.1", "many")["candidates"]]
+    assert verdicts.count("better") == 60
+
+
+@pytest.mark.parametrize("effect", ["-1", "nan", "inf"])
+def test_a_minimum_effect_is_at_least_0(effect: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    add(tmp_path, 0.1, BASE)
+    add(tmp_path, 0.2, BASE)
+    assert f"got {float(effect)}" in refusal(capsys, tmp_path, "rate0.1", "rate0.2", f"--min-effect={effect}")
+    with pytest.raises(ConfigError, match="--min-effect"):
+        progress.find_steps(tmp_path, results.load_rows(tmp_path)[0], "val_loss", min_effect=float(effect))
+
+
+def test_a_score_is_that_of_its_recorded_sums(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    runs = [*add(tmp_path, 0.1, BASE), *add(tmp_path, 0.2, BASE)]
+    for number, run in enumerate(runs):
+        value = 2.0 + number % 3 / 10
+        record = {"step": 4, "data": {"": "d"}, "samples": 2, "tokens": [1, 1], "bytes": [2, 2]}
+        nats = [2 * value * math.log(2)] * 2
+        (tmp_path / run / VALIDATION).write_text(json.dumps({**record, "nats": nats}))
+        row = {"step": 4, "val_bits_per_byte": value - (number == 4), "tokens": 100}
+        (tmp_path / run / "scores.jsonl").write_text(json.dumps(row) + "\n")
+    message = refusal(capsys, tmp_path, "rate0.1", "rate0.2", "--metric", "val_bits_per_byte")
+    assert runs[4] in message
+    assert "1.1" in message
+    assert "2.1" in message
+
+
+def change_record(runs: Path, run: str, **facts: Any) -> None:
+    path = runs / run / VALIDATION
+    path.write_text(json.dumps({**json.loads(path.read_text()), **facts}))
+
+
+@pytest.mark.parametrize("facts", [{"code": "other"}, {"content": {"content of x": "b"}}])
+def test_code_and_files_of_the_last_evaluation_are_compared(
+    facts: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    runs = [*add(tmp_path, 0.1, BASE), *add(tmp_path, 0.2, BASE)]
+    for run in runs:
+        change_record(tmp_path, run, code=evaluation_digest(), content={"content of x": "a"})
+    assert report(capsys, tmp_path, "rate0.1", "rate0.2")
+    change_record(tmp_path, runs[4], **facts)
+    assert runs[4] in refusal(capsys, tmp_path, "rate0.1", "rate0.2")
+
+
+def test_several_versions_of_the_code_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    add(tmp_path, 0.1, BASE)
+    runs = [make(tmp_path, seed, 0.2, loss, commit=f"{seed}" * 40) for seed, loss in enumerate(BASE)]
+    (warning,) = [line for line in report(capsys, tmp_path, "rate0.1", "rate0.2")["warnings"] if "versions" in line]
+    assert warning.split(":")[0] in runs
+    assert "3 versions" in warning
+
+
+def test_missing_seeds_need_the_same_evaluation_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for rate, losses in ((0.1, BASE), (0.2, [1.0, 1.3, 1.1])):
+        add(tmp_path, rate, losses, code="older")
+    message = refusal(capsys, tmp_path, "rate0.1", "rate0.2", "--min-effect", "0.01", "--run-missing")
+    assert "--run-missing" in message
+
+
 def test_equal_experiments_are_not_distinguishable(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     add(tmp_path, 0.1, BASE)
     add(tmp_path, 0.2, BASE)
@@ -258,6 +370,9 @@ def test_words_select_groups_runs_ids_and_expressions(tmp_path: Path, capsys: py
     for word in (other[1], other[2][:10], str(tmp_path / other[0]), "loop.learning_rate > 0.1"):
         assert report(capsys, tmp_path, base[1], word) == expected
     assert report(capsys, tmp_path, base[1], "recipe == 'toy'") == expected  # the base is not a candidate
+    for number, run in enumerate(other):
+        row = {"step": 4, "val_loss": 1.0, "em": 0.5 + number / 100, "tokens": 100}
+        (tmp_path / run / "scores.jsonl").write_text(json.dumps(row) + "\n")
     (candidate,) = report(capsys, tmp_path, "rate0.1", "rate0.2", "--metric", "em")["candidates"]
     assert candidate["verdict"] == "better"
     (candidate,) = report(capsys, tmp_path, "rate0.1", "rate0.2", "--metric", "em", "--lower")["candidates"]
@@ -297,8 +412,10 @@ def test_other_evaluations_are_refused(
 def test_settings_of_answers_concern_scores_of_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     add(tmp_path, 0.1, BASE)
     add(tmp_path, 0.2, [0.8, 0.9, 1.0], inference={"metrics": ["em"]})
-    assert report(capsys, tmp_path, "rate0.1", "rate0.2")["candidates"][0]["verdict"] == "better"
-    assert "settings of the evaluation" in refusal(capsys, tmp_path, "rate0.1", "rate0.2", "--metric", "em")
+    add(tmp_path, 0.3, [0.8, 0.9, 1.0], harness={"limit": 10})
+    for group in ("rate0.2", "rate0.3"):
+        assert report(capsys, tmp_path, "rate0.1", group)["candidates"][0]["verdict"] == "better"
+        assert "settings of the evaluation" in refusal(capsys, tmp_path, "rate0.1", group, "--metric", "em")
 
 
 @pytest.mark.parametrize("words", [("rate0.9", "rate0.1"), ("recipe == 'toy'", "rate0.1"), ("rate0.1", "rate0.1")])

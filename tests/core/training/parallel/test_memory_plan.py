@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from src.data.longest_batch import longest_batch
 from src.experiments.config import Places
-from src.experiments.grid import override, seeds
+from src.experiments.grid import override, ref, seeds
 from src.experiments.identity import exp_id
 from src.experiments.interfaces import load_experiment
 from src.experiments.registry import MODELS, bind
@@ -296,6 +296,12 @@ def test_costs_of_a_grid(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert total == {"where": "total"} | {
         name: pytest.approx(of_seeds[name] + of_long[name]) for name in total if name != "where"
     }
+    averaged = override(exp, {"loop.ema": 0.9})
+    groups |= {"ema": [averaged], "decay": [override(exp, {"model": ref(exp, step=4)})]}
+    of_four, _, of_averages, of_decay, _ = cost("--keep_last", "2", "--keep_every", "4")["cost"]
+    assert of_averages["checkpoint_bytes"] == pytest.approx(of_four["checkpoint_bytes"] / 3 * 4 / 3, rel=0.05)
+    assert (of_decay["tokens"], of_decay["operations"]) == (tokens / 3, 2 * plan.operations)
+    del groups["ema"], groups["decay"]
     one = groups["seeds"][0]
     assert toy.main(["-e", "one", "--keep_last", "2"], {"one": [one]}, tmp_path) == 0
     folders = list((tmp_path / "runs" / exp_id(one) / "checkpoints").glob("step-*"))
