@@ -296,8 +296,8 @@ def test_costs_of_a_grid(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert total == {"where": "total"} | {
         name: pytest.approx(of_seeds[name] + of_long[name]) for name in total if name != "where"
     }
-    averaged = override(exp, {"loop.ema": 0.9})
-    groups |= {"ema": [averaged], "decay": [override(exp, {"model": ref(exp, step=4)})]}
+    with_ema = override(exp, {"loop.ema": 0.9})
+    groups |= {"ema": [with_ema], "decay": [override(exp, {"model": ref(exp, step=4)})]}
     of_four, _, of_averages, of_decay, _ = cost("--keep_last", "2", "--keep_every", "4")["cost"]
     assert of_averages["checkpoint_bytes"] == pytest.approx(of_four["checkpoint_bytes"] / 3 * 4 / 3, rel=0.05)
     assert (of_decay["tokens"], of_decay["operations"]) == (tokens / 3, 2 * plan.operations)
