@@ -73,9 +73,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         seed=options.seed_key,
     )
     run_arguments.warn(report.warnings)
-    commands = (
-        missing_commands(report, options.runs, options.data_path, options.seed_key) if options.run_missing else None
-    )
+    commands = None
+    if options.run_missing:
+        commands = missing_commands(report, options.runs, options.data_path, options.seed_key)
+        trainings = sum(command.count(",") + 1 for command in commands)
+        run_arguments.warn([f"{trainings} trainings are missing."])
     content = to_dict(report, options.seed_key) | {"commands": commands}
     write = partial(_print_text, content) if commands is None else partial(print, *commands, sep="\n")
     run_arguments.show(options.output, "results.compare/1", content, write)

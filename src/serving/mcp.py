@@ -1,8 +1,8 @@
 """A server for agents, over standard input and output: `python -m src.serving.mcp [--allow run] [--max-runs N]`.
 
-Its tools are the commands with --json: groups, fields, plan, status, logs, table, compare, diff, lineage and progress;
-with --allow run also start, stop and submit. Nothing is deleted. Each call is a line of <runs>/agent_audit.jsonl, from
-which the limits are counted, also after a restart.
+Its tools are the commands with --json: groups, experiments, fields, plan, status, logs, table, compare, diff, lineage
+and progress; start, stop and submit are refused without --allow run. Nothing is deleted. Each call is a line of
+<runs>/agent_audit.jsonl, from which the limits are counted, also after a restart.
 """
 
 import argparse

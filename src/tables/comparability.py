@@ -1,6 +1,7 @@
 """Whether runs can be compared, their differences and their costs, from the files of the runs."""
 
 import hashlib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -156,7 +157,9 @@ def code_warnings(family: Family) -> list[str]:
 
 
 def _shorten(value: Any) -> str:
-    text = "not recorded" if value is None else str(value)
+    if isinstance(value, dict):
+        return ", ".join(f"{name or 'all'}: {_shorten(each)}" for name, each in value.items())
+    text = "not recorded" if value is None else value[:12] if re.fullmatch("[0-9a-f]{64}", str(value)) else str(value)
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 
