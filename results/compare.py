@@ -269,7 +269,7 @@ def _advice(candidate: dict[str, Any], min_effect: float) -> str:
         return ""
     width = f"± {_format(min_effect or abs(candidate['difference']))}"
     if candidate["more_seeds"] is None:
-        return f"; an interval of {width} needs too many seeds"
+        return f"; an interval of {width} needs too many seeds; set --min-effect to what matters"
     return f"; an interval of {width} needs about {candidate['more_seeds']} more seeds"
 
 

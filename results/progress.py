@@ -108,7 +108,7 @@ def find_steps(
         mean = sum(values) / len(values) if values else None
         changes = comparability.differences(best[-1], family).get("experiment", {}) if best else {}
         difference, verdict = None, FIRST
-        if len(statistics.averaged_rows(family.rows)) < len(family.rows):
+        if len(statistics.averaged_rows(family.rows)) < len(family.rows) and not family.diverged_ids:
             verdict = UNFINISHED
         elif not best and len(values) < len(family.rows):
             verdict = OTHER  # a seed ended in NaN

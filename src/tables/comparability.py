@@ -10,10 +10,10 @@ from typing import Any
 
 from src.errors import CheckpointError, ConfigError, RunError, UserError
 from src.files import read_bytes, read_json
-from src.runs import jsonl_records
+from src.runs import jsonl_records, ledger
 from src.runs.checkpoints import checkpoints
 from src.runs.store import DIFF, PERF, VALIDATION, SavedRun
-from src.tables.results import SEED, Row, config_keys, spell
+from src.tables.results import FINISHED, SEED, Row, config_keys, spell
 
 PER_BYTE = "val_bits_per_byte"
 """The score that can be compared between tokenizers."""
@@ -42,6 +42,17 @@ class Family:
         """validation.json by id, of runs that have it for their last scores."""
         of_runs = [(row, read_json(self.folder / row["exp_id"] / VALIDATION, RunError, None)) for row in self.rows]
         return {row["exp_id"]: record for row, record in of_runs if record and record["step"] == row["step"]}
+
+    @cached_property
+    def diverged_ids(self) -> set[str]:
+        """Ids of runs that failed because they diverged in their last attempt."""
+
+        def is_end(event: Mapping[str, Any], run: SavedRun) -> bool:
+            is_of_last_attempt = event.get("attempt") == run.status.get("attempt")
+            return event["event"] == "divergence" and event.get("action") in ("stop", "rewind") and is_of_last_attempt
+
+        runs = [SavedRun(self.folder / row["exp_id"]) for row in self.rows if row["state"] == "failed"]
+        return {run.name for run in runs if any(is_end(event, run) for event in ledger.read(run.path))}
 
     @property
     def runs(self) -> list[SavedRun]:
@@ -82,7 +93,8 @@ def require_same_evaluation(base: Family, candidate: Family, metric: str) -> lis
     """
     metric = metric.replace("_ema", "")  # the same score of averaged weights
     warnings, per_token = [], metric != PER_BYTE
-    runs = [*((base, run) for run in base.runs), *((candidate, run) for run in candidate.runs)]
+    finished_ids = {row["exp_id"] for family in (base, candidate) for row in family.rows if row["state"] in FINISHED}
+    runs = [(family, run) for family in (base, candidate) for run in family.runs if run.name in finished_ids]
     facts = [(run.name, _evaluation_facts(family, run, metric)) for family, run in runs]
     for name in dict.fromkeys(name for _, of_run in facts for name in of_run):
         if name == "tokenizer" and not per_token:

@@ -97,6 +97,8 @@ class _Sides:
 
     def more_seeds(self, half_width: float) -> int | None:
         """Further seeds for a t interval of ± `half_width`; None if unknown or above `MAX_SEEDS`."""
+        if not half_width:
+            return None
         if self.pairs < 2:
             return MIN_SEEDS - self.pairs
         variances = self.variances()
@@ -154,7 +156,7 @@ def _compare(  # noqa: PLR0913, PLR0917
         _rows_by_seed(family, metric, seed) for family in (base, candidate)
     )
     if diverged_base_seeds:
-        raise ConfigError(f"{base.rows[0]['exp_id']}: {metric} ended in NaN. Choose another base.")
+        raise ConfigError(f"{base.rows[0]['exp_id']}: diverged, or {metric} ended in NaN. Choose another base.")
     for family, rows in ((base, base_rows), (candidate, candidate_rows)):
         if not rows and not diverged_seeds:
             raise ConfigError(
@@ -209,7 +211,7 @@ def _p_of_all(
 
 
 def _rows_by_seed(family: Family, metric: str, seed: str) -> tuple[dict[Any, Any], list[Any]]:
-    """Finished runs with the score by seed, and the seeds that ended in NaN.
+    """Finished runs with the score by seed, and the seeds that diverged or ended in NaN.
 
     Raises:
         ConfigError: two runs have one seed, such as children of parents with different seeds.
@@ -223,6 +225,7 @@ def _rows_by_seed(family: Family, metric: str, seed: str) -> tuple[dict[Any, Any
                 f"{other} and {row['exp_id']}: both have {seed} {row.get(seed)!r}. Give each run a seed of its own."
             )
     diverged_seeds = [row.get(seed) for row in rows if ended_in_nan(row, metric)]
+    diverged_seeds += [row.get(seed) for row in family.rows if row["exp_id"] in family.diverged_ids]
     return {row.get(seed): row for row in rows if row.get(metric) is not None}, diverged_seeds
 
 

@@ -9,7 +9,9 @@ import pytest
 
 from results import progress
 from src.experiments.identity import exp_id
+from src.runs import ledger
 from src.runs.run_dir import RunDir
+from src.runs.store import SavedRun
 from src.tables import results
 
 
@@ -98,6 +100,15 @@ def test_another_evaluation_is_never_accepted(runs: Path):
         "not comparable"
     ]
     assert "evaluation code" in remarks[0]
+
+
+def test_an_experiment_that_diverged_is_worse(runs: Path):
+    add(runs, 55, 0.6, [0.1, 0.1, 0.1], state="failed")
+    for path in runs.iterdir():
+        if SavedRun(path).state == "failed":
+            ledger.append(path, ledger.event("divergence", action="stop", attempt=1))
+    steps, _ = progress.find_steps(runs, results.load_rows(runs)[0], "val_loss")
+    assert [step.verdict for step in steps[-2:]] == ["not finished", "worse"]
 
 
 @pytest.mark.parametrize("is_partial", [False, True])

@@ -13,6 +13,7 @@ from scipy import stats
 
 from results import compare, progress
 from src.errors import ConfigError
+from src.runs import ledger
 from src.runs.environment import evaluation_digest
 from src.runs.run_dir import RunDir
 from src.runs.store import VALIDATION
@@ -362,6 +363,21 @@ def test_a_diverged_candidate_is_worse(tmp_path: Path, capsys: pytest.CaptureFix
     (candidate,) = report(capsys, tmp_path, "rate0.1", "rate0.2")["candidates"]
     assert (candidate["verdict"], candidate["diverged_seeds"], candidate["difference"]) == ("worse", [1], None)
     assert "rate0.2" not in refusal(capsys, tmp_path, "rate0.2", "rate0.1").split(":")[0]
+
+
+def test_a_training_that_stopped_because_it_diverged_is_worse(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """As it failed, it has no scores of an evaluation, and no record of one."""
+    add(tmp_path, 0.1, BASE)
+    add(tmp_path, 0.2, [0.1, 0.2])
+    run = tmp_path / make(tmp_path, 2, 0.2, 0.3, state="failed")
+    (run / VALIDATION).unlink()
+    arguments = ("rate0.1", "rate0.2")
+    assert report(capsys, tmp_path, *arguments)["candidates"][0]["failed_seeds"] == [2]
+    ledger.append(run, ledger.event("divergence", action="warn", attempt=1))
+    assert report(capsys, tmp_path, *arguments)["candidates"][0]["verdict"] == "not distinguishable"
+    ledger.append(run, ledger.event("divergence", action="stop", attempt=1))
+    (candidate,) = report(capsys, tmp_path, *arguments)["candidates"]
+    assert (candidate["verdict"], candidate["diverged_seeds"]) == ("worse", [2])
 
 
 def test_words_select_groups_runs_ids_and_expressions(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
