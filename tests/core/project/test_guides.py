@@ -79,12 +79,12 @@ def test_every_page_with_an_experiment_is_tested():
 
 @pytest.mark.parametrize("page", GUIDES)
 def test_the_experiment_of_a_guide_passes_a_dry_run(page: str, folder: Path, capsys: pytest.CaptureFixture[str]):
-    """And the page has the commands that check and train it, for its group."""
+    """And the page has the commands that check and train it, for its first group."""
     groups = groups_of(page)
-    (group,) = groups
+    group = next(iter(groups))
     lines = commands(f"docs/{page}.md")
     assert {f"python trainval.py -e {group} --dry-run", f"python trainval.py -e {group}"} <= set(lines)
-    assert toy.main(["-e", group, "--dry-run"], groups, folder) == 0, capsys.readouterr().err
+    assert toy.main(["-e", *groups, "--dry-run"], groups, folder) == 0, capsys.readouterr().err
 
 
 @pytest.mark.slow

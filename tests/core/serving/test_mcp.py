@@ -215,7 +215,7 @@ def test_a_start_leaves_the_stop_file_of_a_person(folder: Path):
     assert file.read_bytes() == b""
 
 
-def test_numbers_that_are_none_are_refused_and_recorded(folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_nan_is_refused_and_recorded(folder: Path, capsys: pytest.CaptureFixture[str]):
     agent = mcp.Agent(options(folder))
     document = mcp.write_audit(agent, agent.start)(group=GROUP, hours=float("nan"))
     assert document["error"]["where"] == "hours"
