@@ -118,7 +118,7 @@ def test_a_setting_that_cannot_change_is_refused(tmp_path: Path, change: dict[st
     assert any(line.startswith(f"{path}: ") and value in line for line in str(error.value).splitlines())
 
 
-@pytest.mark.parametrize("name", ["dpo", "grpo"])
+@pytest.mark.parametrize("name", ["dpo", "kto", "grpo"])
 def test_a_recipe_that_refers_to_its_first_model_is_refused(tmp_path: Path, name: str):
     exps = (exp for group in EXP_GROUPS.values() for exp in group if exp["recipe"] == name)
     exp = next(exp for exp in exps if exp["model"]["name"] == "experiment")
