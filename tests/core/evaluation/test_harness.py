@@ -84,12 +84,33 @@ def test_tasks_are_scores_that_do_not_depend_on_the_processes(folder: Path, tmp_
     places = Places(folder / "data", folder / "runs")
     assert scores[-1] == pytest.approx(accuracy(folder / "runs" / exp_id(EXP), places, ROWS[:20]))
     assert any(0 < score < 1 for score in scores)
-    write_world(tmp_path)
-    done = run(tmp_path, EXP, processes=2)
-    assert done.returncode == 0, done.stderr[-3000:]
-    others = toy.evaluations(tmp_path, exp_id(EXP))
-    assert [row["harness/colours/acc"] for row in others] == scores
-    assert [row["val_loss"] for row in others] == pytest.approx([row["val_loss"] for row in rows])
+    for options in ([], ["--fsdp"]):
+        world = write_world(tmp_path / "-".join(["world", *options]))
+        done = run(world, EXP, *options, processes=2)
+        assert done.returncode == 0, done.stderr[-3000:]
+        others = toy.evaluations(world, exp_id(EXP))
+        assert [row["harness/colours/acc"] for row in others] == scores
+        assert [row["val_loss"] for row in others] == pytest.approx([row["val_loss"] for row in rows])
+
+
+PRECISION = """
+import torch, sys
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from src.evaluation.harness import _adapter
+model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=8, n_embd=8, n_layer=1, n_head=1)).eval()
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+for enabled in (True, False):
+    with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+        print(_adapter(model, tokenizer, 2)._model_call(torch.ones(1, 4, dtype=torch.long)).dtype)
+"""
+
+
+@pytest.mark.slow
+@needs_harness
+def test_tasks_are_scored_in_the_precision_of_the_evaluation(folder: Path):
+    command = [str(LM_EVAL), "-c", PRECISION, str(folder / "data" / "toy_tokenizer")]
+    done = subprocess.run(command, capture_output=True, text=True, env=toy.environment(), cwd=toy.ROOT, check=False)
+    assert done.stdout.split() == ["torch.bfloat16", "torch.float32"], done.stderr[-3000:]
 
 
 @pytest.mark.slow
