@@ -38,6 +38,10 @@ class Harness(Config):
     at: Literal["evaluations", "end"] = "evaluations"
     """evaluations: score at each evaluation. end: only the trained model, in the last row."""
 
+    def __hash__(self) -> int:
+        """For `call_once`, as a list has no hash."""
+        return hash(self.model_dump_json())
+
     def check(self, places: Places) -> None:
         """Load the tasks.
 

@@ -344,7 +344,7 @@ def _deletion_reason(loop: Any, step: int, options: Options, is_saved: bool) -> 
     """Why a training does not keep its checkpoint of `step`, apart from the best one, or "". is_saved: whether an
     earlier start has written it."""
     periodic = {at for every in options.save_intervals(loop.eval_every) for at in range(every, loop.steps + 1, every)}
-    saved = sorted({*periodic, *loop.extra_eval_steps, loop.steps, *([step] if is_saved else [])})
+    saved = sorted({*periodic, *loop.extra_eval_steps, loop.steps} | ({step} if is_saved else set[int]()))
     if step not in saved:
         return f"has checkpoints of steps {_list(saved)}. Use one of them, or add --save_every."
     every = options.keep.every

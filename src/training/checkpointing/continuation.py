@@ -171,8 +171,7 @@ def newest_checkpoint(run: Run, about: "CheckpointMetadata", inputs: Mapping[str
         if newest is not None or step is None:
             return newest
         parent = SavedRun(run.places.runs / model["exp_id"])
-        if parent.state != "done":
-            retention.mark_continued(parent.path, step)
+        mark(parent, step)
         source = checkpoints.of_step(parent.path, step)
         state = files.read_json(source / "state.json", CheckpointError)
         _require_unchanged_order(source, step)
@@ -182,6 +181,12 @@ def newest_checkpoint(run: Run, about: "CheckpointMetadata", inputs: Mapping[str
         return checkpoints.folder(run.path, step)
 
     return distributed.broadcast_from_rank0(find, None if step is None else _COPY_TIME)
+
+
+def mark(parent: SavedRun, step: int) -> None:
+    """Keep `parent` from deleting its checkpoint of `step`, if it is not done."""
+    if parent.state != "done":
+        retention.mark_continued(parent.path, step)
 
 
 def _require_equal_inputs(source: Path, before: Mapping[str, str], now: Mapping[str, str]) -> None:

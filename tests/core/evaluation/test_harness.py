@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+import types
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +168,31 @@ def test_a_missing_harness_is_an_error_before_the_start(
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     assert toy.main(["-e", "x", "--dry-run"], {"x": [override(EXP, {"seed": 1})]}, folder) == 1
     assert f'pip install "{harness.PACKAGE}"' in capsys.readouterr().err
+
+
+def test_a_dry_run_loads_the_tasks_of_many_experiments_once(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    loads: list[str] = []
+
+    class TaskManager:
+        """That of the harness, without its table of tasks."""
+
+        def __init__(self, include_path: str) -> None:
+            self.all_subtasks = ["colours"]
+
+        def load(self, name: str) -> dict[str, Any]:
+            loads.append(name)
+            return {"tasks": {}}
+
+    for name in ("lm_eval", "lm_eval.tasks"):
+        module: Any = types.ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None)
+        module.TaskManager = TaskManager
+        monkeypatch.setitem(sys.modules, name, module)
+    (folder / "data" / "once").mkdir()
+    exp = override(EXP, {"harness.task_folder": "once"})
+    group = [override(exp, {"seed": seed}) for seed in range(3)] + [override(exp, {"harness.limit": 2})]
+    assert toy.main(["-e", "x", "--dry-run"], {"x": group}, folder) == 0
+    assert loads == ["colours"] * 2, "once for each setting of harness"
 
 
 def test_only_decoders_have_tasks():

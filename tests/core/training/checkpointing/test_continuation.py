@@ -142,15 +142,15 @@ def test_settings_that_can_change(tmp_path: Path):
     continuation.check(load_experiment(override(DECAY, change), ""), places(tmp_path))  # type: ignore[arg-type]
 
 
-MIXED = {"name": "mixture", "parts": {"a": STABLE["data"], "val_b": STABLE["data"]}}
-PACKED = {"name": "packed", "sequence_tokens": 16, "documents": {"name": "documents", "corpus": "toy_text"}}
+MIXTURE = {"name": "mixture", "parts": {"a": STABLE["data"], "val_b": STABLE["data"]}}
+PACKED_DATA = {"name": "packed", "sequence_tokens": 16, "documents": {"name": "documents", "corpus": "toy_text"}}
 
 
 @pytest.mark.parametrize(
     ("data", "validation", "training"),
     [
-        (MIXED, {"data.parts.a.val_sequences": 4}, {"data.parts.val_b.sequence_tokens": 8}),
-        (PACKED, {"data.documents.val_sequences": 4}, {"data.documents.corpus": "toy_qa"}),
+        (MIXTURE, {"data.parts.a.val_sequences": 4}, {"data.parts.val_b.sequence_tokens": 8}),
+        (PACKED_DATA, {"data.documents.val_sequences": 4}, {"data.documents.corpus": "toy_qa"}),
     ],
 )
 def test_only_validation_can_change_in_parts_of_data(
@@ -212,7 +212,7 @@ def test_dry_run_names_the_checkpoints_that_the_parent_will_keep(tmp_path: Path,
     assert toy.main(all_at_once, GROUPS, tmp_path) == 0, "the newest two are steps 8 and 12"
 
 
-def stopped(world: Path, folder: Path) -> Path:
+def copy_stopped_parent(world: Path, folder: Path) -> Path:
     """A copy of the world without its children, whose parent stopped after step 8; the save directory of the parent."""
     shutil.copytree(world, folder)
     for exp in (AGAIN, DECAY, WORST):
@@ -227,7 +227,7 @@ def stopped(world: Path, folder: Path) -> Path:
 def test_a_saved_checkpoint_that_the_parent_will_delete_is_refused(
     world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    parent = stopped(world, tmp_path / "stopped")
+    parent = copy_stopped_parent(world, tmp_path / "stopped")
     together = ["-e", "stable", "decay", "--dry-run", "--keep_last", "1"]
     assert toy.main(together, GROUPS, parent.parents[1]) == 1
     assert "decay[0].model.step: 8: " in capsys.readouterr().err
@@ -253,6 +253,15 @@ def test_a_parent_that_only_evaluates_is_refused(tmp_path: Path, capsys: pytest.
     groups = {"both": [parent, override(STABLE, {"model": ref(parent, step=STEP)})]}
     assert toy.main(["-e", "both", "--dry-run"], groups, tmp_path) == 1
     assert "trains nothing" in capsys.readouterr().err
+
+
+def test_an_unfinished_parent_retains_the_checkpoint_of_an_evaluation(world: Path, tmp_path: Path):
+    parent = copy_stopped_parent(world, tmp_path / "stopped")
+    evaluated = {**{key: value for key, value in AGAIN.items() if key != "loop"}, "evaluation": {"micro_batch": 2}}
+    assert toy.main(["-e", "x"], {"x": [evaluated]}, parent.parents[1]) == 0
+    assert retention.read_continued(parent) == [STEP]
+    assert toy.main(["-e", "stable", "--log_every", "1", "--keep_last", "1"], GROUPS, parent.parents[1]) == 0
+    assert checkpoints.folder(parent, STEP).exists()
 
 
 def test_a_budget_counts_from_the_start_of_the_parent(tmp_path: Path):
