@@ -257,8 +257,8 @@ def test_a_parent_that_only_evaluates_is_refused(tmp_path: Path, capsys: pytest.
 
 def test_an_unfinished_parent_retains_the_checkpoint_of_an_evaluation(world: Path, tmp_path: Path):
     parent = copy_stopped_parent(world, tmp_path / "stopped")
-    evaluated = {**{key: value for key, value in AGAIN.items() if key != "loop"}, "evaluation": {"micro_batch": 2}}
-    assert toy.main(["-e", "x"], {"x": [evaluated]}, parent.parents[1]) == 0
+    evaluation = {**{key: value for key, value in AGAIN.items() if key != "loop"}, "evaluation": {"micro_batch": 2}}
+    assert toy.main(["-e", "x"], {"x": [evaluation]}, parent.parents[1]) == 0
     assert retention.read_continued(parent) == [STEP]
     assert toy.main(["-e", "stable", "--log_every", "1", "--keep_last", "1"], GROUPS, parent.parents[1]) == 0
     assert checkpoints.folder(parent, STEP).exists()
