@@ -122,7 +122,7 @@ def act(args: argparse.Namespace) -> int:
     reset = selected_ids if args.reset or args.job_option == "reset" else ()
     problems = plan.find_problems(items, places, reset, pending_ids, args.micro_batch, target is None, store)
     saving = arguments.saving_options(args)
-    for exp_id, lines in plan.find_unkept_steps(items, places, store, saving).items():
+    for exp_id, lines in plan.find_unkept_steps(items, places, store, saving, reset).items():
         problems.setdefault(exp_id, []).extend(lines)
     messages = plan.merge_problems(problems, all_items)
     if args.dry_run:

@@ -38,6 +38,10 @@ class Harness(Config):
     at: Literal["evaluations", "end"] = "evaluations"
     """evaluations: score at each evaluation. end: only the trained model, in the last row."""
 
+    def __hash__(self) -> int:
+        """For `call_once`, as a list has no hash."""
+        return hash(self.model_dump_json())
+
     def check(self, places: Places) -> None:
         """Load the tasks.
 
@@ -135,7 +139,8 @@ class _Unchanged:
 
 
 def _adapter(model: Any, tokenizer: Any, batch_size: int) -> Any:
-    """The harness's model, whose requests are shared by all processes."""
+    """The harness's model, whose requests are shared by all processes, in the precision of the caller's autocast."""
+    import torch
     from lm_eval.models.huggingface import HFLM  # pyright: ignore[reportMissingImports]
 
     from src.evaluation.generation import gather_batches
@@ -159,10 +164,13 @@ def _adapter(model: Any, tokenizer: Any, batch_size: int) -> Any:
         def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
             return self._share(super().generate_until, requests)
 
+    device = next(model.parameters()).device.type
     return SharedLM(
         _Unchanged(model),  # type: ignore[arg-type]
         backend="causal",
         tokenizer=copy.deepcopy(tokenizer),  # the adapter adds a padding token
         batch_size=batch_size,
         logits_cache=False,
+        # None switches autocast off.
+        mixed_precision_dtype=torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
     )

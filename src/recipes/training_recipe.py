@@ -12,6 +12,8 @@ from src.errors import ConfigError, check_all
 from src.experiments.config import Places, load
 from src.experiments.interfaces import DatasetField, ModelField, RecipeConfig
 from src.runs.context import Run
+from src.runs.store import SavedRun
+from src.support import distributed
 from src.support.call_once import call_once
 from src.training.config import (
     Evaluation,
@@ -31,6 +33,9 @@ class TrainingRecipe(RecipeConfig):
 
     takes_chunks: ClassVar[bool] = True
     """Whether the loss can be computed in chunks of tokens; true for the losses of `training.loss`."""
+
+    is_cross_entropy: ClassVar[bool] = True
+    """Whether the loss has label smoothing and z-loss: `training.loss`'s cross entropy of given tokens."""
 
     can_continue: ClassVar[bool] = True
     """Whether a training can continue that of another experiment from a step: not if it refers to the initial model."""
@@ -71,6 +76,14 @@ class TrainingRecipe(RecipeConfig):
             raise ValueError(
                 "loop.cross_entropy_chunk_tokens: this recipe needs the logits of all tokens at once. Remove it."
             )
+        return self
+
+    @model_validator(mode="after")
+    def _uses_loss_options(self) -> "TrainingRecipe":
+        if self.loop and not self.is_cross_entropy:
+            for name in ("label_smoothing", "z_loss"):
+                if value := getattr(self.loop, name):
+                    raise ValueError(f"loop.{name}: {value}, but the loss of this recipe has no such term. Remove it.")
         return self
 
     @property
@@ -222,10 +235,16 @@ class TrainingRecipe(RecipeConfig):
                 row_counts.require(f"{name}.questions", requested, available)
 
     def build_model(self, run: Run, used_before: bool = False) -> Any:
-        """Build the model. For FSDP2, leave out pretrained weights that each process can read in parts later.
+        """Build the model. For FSDP2, leave out pretrained weights that each process can read in parts later. An
+        evaluated checkpoint of a parent that is not done is marked first, so that the parent keeps it.
 
         used_before: whether the model runs before the training, so that it needs its weights at once.
         """
+        model: Any = self.model
+        if self.evaluation and model.name == "experiment" and model.step is not None and distributed.is_main():
+            from src.training.checkpointing import continuation
+
+            continuation.mark(SavedRun(run.places.runs / model.exp_id), model.step)
         without_weights = run.options.fsdp and self.loop and not used_before
         return (self.model.build_unfilled if without_weights else self.model.build)(run.places)
 

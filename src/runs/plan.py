@@ -15,7 +15,7 @@ from src.experiments.identity import check_values, exp_id
 from src.experiments.interfaces import RecipeConfig, load_experiment
 from src.experiments.registry import canonical_dict, operational_values
 from src.runs import parents
-from src.runs.checkpoints import checkpoints
+from src.runs.checkpoints import checkpoints, retention
 from src.runs.context import Options
 from src.runs.store import EXP_DICT, RunStore, SavedRun
 from src.support.call_once import remember_calls
@@ -310,31 +310,41 @@ def find_problems(  # noqa: PLR0913, PLR0917
 
 
 def find_unkept_steps(
-    items: Sequence[PlannedExperiment], places: Places, store: RunStore, options: Options
+    items: Sequence[PlannedExperiment],
+    places: Places,
+    store: RunStore,
+    options: Options,
+    reset: Container[str] = (),
 ) -> dict[str, list[str]]:
     """Messages, by id, for experiments that continue a training of the same command whose rule deletes the checkpoint.
 
-    items: in the order of their training. options: those of the command.
+    items: in the order of their training. options: those of the command. reset: ids that start over.
     """
     recipes: dict[str, Any] = {}
     problems: dict[str, list[str]] = {}
     for item in items:
         model: Any = getattr(item.recipe, "model", None)
         parent, step = recipes.get(getattr(model, "exp_id", "")), getattr(model, "step", None)
-        if parent and step and not checkpoints.folder(places.runs / model.exp_id, step).exists():
+        is_done = item.exp_id not in reset and store[item.exp_id].state_or_damage == "done"
+        if parent and step and not is_done:
             with contextlib.suppress(UserError):  # a problem of the parent
-                if text := _deletion_reason(parent.with_steps(places).loop, step, options):
+                run = places.runs / model.exp_id
+                is_saved = model.exp_id not in reset and checkpoints.folder(run, step).exists()
+                if is_saved and step in retention.read_continued(run):
+                    continue
+                if text := _deletion_reason(parent.with_steps(places).loop, step, options, is_saved):
                     where = f"{item.where}.model.step: {step}: parent {model.exp_id}, trained by this command,"
                     problems[item.exp_id] = [f"{where} {text}"]
-        if store[item.exp_id].state_or_damage != "done":
+        if not is_done and getattr(item.recipe, "loop", None):
             recipes[item.exp_id] = item.recipe
     return problems
 
 
-def _deletion_reason(loop: Any, step: int, options: Options) -> str:
-    """Why a training does not keep its checkpoint of `step`, apart from the best one, or ""."""
+def _deletion_reason(loop: Any, step: int, options: Options, is_saved: bool) -> str:
+    """Why a training does not keep its checkpoint of `step`, apart from the best one, or "". is_saved: whether an
+    earlier start has written it."""
     periodic = {at for every in options.save_intervals(loop.eval_every) for at in range(every, loop.steps + 1, every)}
-    saved = sorted({*periodic, *loop.extra_eval_steps, loop.steps})
+    saved = sorted({*periodic, *loop.extra_eval_steps, loop.steps} | ({step} if is_saved else set[int]()))
     if step not in saved:
         return f"has checkpoints of steps {_list(saved)}. Use one of them, or add --save_every."
     every = options.keep.every

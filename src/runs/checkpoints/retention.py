@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 _LEFTOVER_PREFIXES = ("damaged-step-", ".step-", ".damaged-step-")
 """Prefixes of damaged checkpoints that a resume renamed, and of leftovers of killed writers."""
 CHILD_STEPS = Path("checkpoints", "continued.json")
-"""File of a run that lists the steps from which other experiments continue; see `mark_continued`."""
+"""File of a run that lists the steps that other experiments continue or evaluate; see `mark_continued`."""
 NeededCheckpoints = AbstractSet[tuple[str, str]]
 """(id, "last", "best" or "step N") of the checkpoints that other experiments start from."""
 
@@ -75,7 +75,7 @@ def needed_by_children(runs: Path) -> tuple[set[tuple[str, str]], list[str]]:
 
 
 def mark_continued(run: Path, step: int) -> None:
-    """Record that another experiment continues from the checkpoint of `step`, so that `Rotation` does not delete it.
+    """Record that another experiment needs the checkpoint of `step`, so that `Rotation` does not delete it.
     Check afterwards that it still exists.
 
     Raises:

@@ -23,9 +23,11 @@ def plan(run: Path, branch: Branch, why: str = "", new_wandb: bool = False) -> P
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged.
+        RunError: another experiment needs the checkpoint of a later step.
         RunError, DataError: a file of the run is damaged.
     """
     step = branch.from_step
+    _require_no_later_children(run, step)
     target = _complete_checkpoint(run, step)
     status = SavedRun(run).status
     Scores(run / SCORES, read_only=True).rows()  # fails here, before any change, if the scores are damaged
@@ -177,6 +179,16 @@ def _restore_checkpoints(
                 f"{run / places['move']}: missing, so the run cannot be restored. Restore this folder from a copy."
             )
         builder.add_step(source[0], f"checkpoints/{name}", **{"from": source[1]})
+
+
+def _require_no_later_children(run: Path, step: int) -> None:
+    """Raise RunError if a rewind to `step` would move a checkpoint that another experiment continues or evaluates."""
+    if later_steps := [each for each in retention.read_continued(run) if each > step]:
+        raise RunError(
+            f"{run / retention.CHILD_STEPS}: other experiments started from step {max(later_steps)}, and a rewind to "
+            f"step {step} would move its checkpoint. Rewind to step {max(later_steps)} or later. If these experiments "
+            "are no longer needed, remove the step from the file."
+        )
 
 
 def _complete_checkpoint(run: Path, step: int) -> Path:

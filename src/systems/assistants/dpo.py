@@ -64,6 +64,7 @@ class Config(TrainingRecipe):
     """An experiment of this recipe, without its "recipe" key."""
 
     takes_chunks: ClassVar[bool] = False
+    is_cross_entropy: ClassVar[bool] = False
     can_continue: ClassVar[bool] = False
 
     preference: Preference = Preference()

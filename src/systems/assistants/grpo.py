@@ -68,6 +68,7 @@ class Config(TrainingRecipe):
     """An experiment of this recipe, without its "recipe" key."""
 
     takes_chunks: ClassVar[bool] = False
+    is_cross_entropy: ClassVar[bool] = False
     can_continue: ClassVar[bool] = False
 
     rewards: list[RewardField] = Field(min_length=1)

@@ -97,10 +97,6 @@ def require_rollouts(recipe: TrainingRecipe, scoring: Scoring, reference: "Refer
         )
     if not scoring.questions:
         raise ValueError("answers, sampled: both are missing, so evaluations have no score. Set at least one.")
-    if loop.label_smoothing or loop.z_loss:
-        raise ValueError(
-            "loop: label_smoothing and z_loss would be ignored, as tokens are sampled from the policy. Remove them."
-        )
     if loop.divergence.max_kl and reference == "none":
         raise ValueError("loop.divergence.max_kl: there is no KL without a reference. Set a KL weight, or remove it.")
 

@@ -38,6 +38,7 @@ class Config(TrainingRecipe):
     """An experiment of this recipe, without its "recipe" key."""
 
     takes_chunks: ClassVar[bool] = False
+    is_cross_entropy: ClassVar[bool] = False
 
     ranking: Ranking = Ranking()
 

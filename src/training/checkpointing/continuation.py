@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from src import files
 from src.errors import CheckpointError, ConfigError, RunError
-from src.experiments.config import Places
+from src.experiments.config import Config, Places, is_operational
 from src.experiments.interfaces import load_experiment
 from src.experiments.registry import name_of
 from src.runs.checkpoints import checkpoints, retention
@@ -66,6 +66,7 @@ def check(recipe: Any, places: Places) -> None:
             f"model.step: recipe {name_of(recipe)!r} refers to the model at the start of the training, so it cannot "
             "continue another one. Use ref(...) without a step."
         )
+    recipe = recipe.with_steps(places)
     subject = f"parent {model.exp_id}"
     parent: Any = load_experiment(model.parent_experiment(places), subject).with_steps(places)
     lines = [*_differences(recipe, parent)]
@@ -105,17 +106,30 @@ def _differences(recipe: Any, parent: Any) -> Iterator[str]:
 
 def _data_pairs(recipe: Any, parent: Any) -> Iterator[tuple[str, Any, Any]]:
     """(path, value, the parent's value) of the settings that determine the training data and their order."""
-    ours, theirs = (each.data.model_dump(mode="json") for each in (recipe, parent))
+    ours, theirs = (_training_fields(each.data.model_dump(mode="json"), each.data) for each in (recipe, parent))
     yield "data.name", recipe.data.name, parent.data.name
     for name in sorted(ours.keys() | theirs.keys()):
-        if not name.startswith("val_"):
-            yield f"data.{name}", ours.get(name), theirs.get(name)
+        yield f"data.{name}", ours.get(name), theirs.get(name)
     if recipe.loop and (begins := getattr(recipe.data, "begins", None)) and recipe.data.name == parent.data.name:
         # Phases start at shares of the steps, which usually differ.
         step = getattr(recipe.model, "step", 0)
         lists = begins(recipe.loop.steps), parent.data.begins(parent.loop.steps)
         past, past_of_parent = ([begin for begin in each if begin < step] for each in lists)
         yield "data.phases (first steps)", past, past_of_parent
+
+
+def _training_fields(config_json: Any, config: Any) -> Any:
+    """`config_json`, the JSON of `config`, without operational fields and fields of the validation, at every depth."""
+    if isinstance(config_json, dict):
+        inner = vars(config) if isinstance(config, Config) else config if isinstance(config, dict) else {}
+        return {
+            key: _training_fields(value, inner.get(key))
+            for key, value in config_json.items()
+            if not is_operational(config, key) and not (isinstance(config, Config) and key.startswith("val_"))
+        }
+    if isinstance(config_json, list) and isinstance(config, list | tuple):
+        return [_training_fields(value, item) for value, item in zip(config_json, config, strict=True)]
+    return config_json
 
 
 def _steps(value: Any, path: str = "") -> Iterator[tuple[str, int]]:
@@ -157,8 +171,7 @@ def newest_checkpoint(run: Run, about: "CheckpointMetadata", inputs: Mapping[str
         if newest is not None or step is None:
             return newest
         parent = SavedRun(run.places.runs / model["exp_id"])
-        if parent.state != "done":
-            retention.mark_continued(parent.path, step)
+        mark(parent, step)
         source = checkpoints.of_step(parent.path, step)
         state = files.read_json(source / "state.json", CheckpointError)
         _require_unchanged_order(source, step)
@@ -168,6 +181,12 @@ def newest_checkpoint(run: Run, about: "CheckpointMetadata", inputs: Mapping[str
         return checkpoints.folder(run.path, step)
 
     return distributed.broadcast_from_rank0(find, None if step is None else _COPY_TIME)
+
+
+def mark(parent: SavedRun, step: int) -> None:
+    """Keep `parent` from deleting its checkpoint of `step`, if it is not done."""
+    if parent.state != "done":
+        retention.mark_continued(parent.path, step)
 
 
 def _require_equal_inputs(source: Path, before: Mapping[str, str], now: Mapping[str, str]) -> None:

@@ -76,6 +76,7 @@ class WeightAverage:
             before = weight.clone()
             weight.copy_(self._averages[name])
             self._averages[name].copy_(before)
+        torch.clear_autocast_cache()  # it has casts of the weights from before the swap
 
 
 def average_name(score: str) -> str:

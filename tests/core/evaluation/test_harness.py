@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+import types
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -84,12 +86,33 @@ def test_tasks_are_scores_that_do_not_depend_on_the_processes(folder: Path, tmp_
     places = Places(folder / "data", folder / "runs")
     assert scores[-1] == pytest.approx(accuracy(folder / "runs" / exp_id(EXP), places, ROWS[:20]))
     assert any(0 < score < 1 for score in scores)
-    write_world(tmp_path)
-    done = run(tmp_path, EXP, processes=2)
-    assert done.returncode == 0, done.stderr[-3000:]
-    others = toy.evaluations(tmp_path, exp_id(EXP))
-    assert [row["harness/colours/acc"] for row in others] == scores
-    assert [row["val_loss"] for row in others] == pytest.approx([row["val_loss"] for row in rows])
+    for options in ([], ["--fsdp"]):
+        world = write_world(tmp_path / "-".join(["world", *options]))
+        done = run(world, EXP, *options, processes=2)
+        assert done.returncode == 0, done.stderr[-3000:]
+        others = toy.evaluations(world, exp_id(EXP))
+        assert [row["harness/colours/acc"] for row in others] == scores
+        assert [row["val_loss"] for row in others] == pytest.approx([row["val_loss"] for row in rows])
+
+
+PRECISION = """
+import torch, sys
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from src.evaluation.harness import _adapter
+model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=8, n_embd=8, n_layer=1, n_head=1)).eval()
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+for enabled in (True, False):
+    with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+        print(_adapter(model, tokenizer, 2)._model_call(torch.ones(1, 4, dtype=torch.long)).dtype)
+"""
+
+
+@pytest.mark.slow
+@needs_harness
+def test_tasks_are_scored_in_the_precision_of_the_evaluation(folder: Path):
+    command = [str(LM_EVAL), "-c", PRECISION, str(folder / "data" / "toy_tokenizer")]
+    done = subprocess.run(command, capture_output=True, text=True, env=toy.environment(), cwd=toy.ROOT, check=False)
+    assert done.stdout.split() == ["torch.bfloat16", "torch.float32"], done.stderr[-3000:]
 
 
 @pytest.mark.slow
@@ -145,6 +168,31 @@ def test_a_missing_harness_is_an_error_before_the_start(
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     assert toy.main(["-e", "x", "--dry-run"], {"x": [override(EXP, {"seed": 1})]}, folder) == 1
     assert f'pip install "{harness.PACKAGE}"' in capsys.readouterr().err
+
+
+def test_a_dry_run_loads_the_tasks_of_many_experiments_once(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    loads: list[str] = []
+
+    class TaskManager:
+        """That of the harness, without its table of tasks."""
+
+        def __init__(self, include_path: str) -> None:
+            self.all_subtasks = ["colours"]
+
+        def load(self, name: str) -> dict[str, Any]:
+            loads.append(name)
+            return {"tasks": {}}
+
+    for name in ("lm_eval", "lm_eval.tasks"):
+        module: Any = types.ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None)
+        module.TaskManager = TaskManager
+        monkeypatch.setitem(sys.modules, name, module)
+    (folder / "data" / "once").mkdir()
+    exp = override(EXP, {"harness.task_folder": "once"})
+    group = [override(exp, {"seed": seed}) for seed in range(3)] + [override(exp, {"harness.limit": 2})]
+    assert toy.main(["-e", "x", "--dry-run"], {"x": group}, folder) == 0
+    assert loads == ["colours"] * 2, "once for each setting of harness"
 
 
 def test_only_decoders_have_tasks():

@@ -20,7 +20,7 @@ from src.experiments.identity import exp_id
 from src.files import new_directory, write_json
 from src.operations import interventions
 from src.runs import ledger
-from src.runs.checkpoints import checkpoints
+from src.runs.checkpoints import checkpoints, retention
 from src.runs.checkpoints.retention import Rotation, RotationRule
 from src.runs.history import branches, journal
 from src.runs.lease import Lease
@@ -90,6 +90,16 @@ def steps(folder: Path) -> list[int]:
 
 def rows(path: Path) -> list[int]:
     return [journal.step_of(line) or -1 for line in path.read_bytes().splitlines()]
+
+
+def test_a_rewind_to_before_the_start_of_a_child_is_refused(run: Path, capsys: pytest.CaptureFixture[str]):
+    retention.mark_continued(run, 40)
+    before = state(run)
+    assert tell(run, "rewind", "--to", "30") == 1
+    assert "continued.json: " in (message := capsys.readouterr().err)
+    assert "step 40" in message
+    assert state(run) == before
+    assert tell(run, "rewind", "--to", "40") == 0
 
 
 def test_a_rewind_puts_everything_after_the_step_aside(run: Path, capsys: pytest.CaptureFixture[str]):

@@ -5,11 +5,14 @@ from typing import Any
 
 import pytest
 
+from src.errors import ConfigError
 from src.experiments.grid import override
+from src.experiments.interfaces import load_experiment
 from tests import toy
 from tests.systems.assistants.conversations import talk
 from tests.systems.assistants.conversations.test_rendering import NO_END
-from tests.systems.assistants.train_assistants import SFT, TALK, write_data
+from tests.systems.assistants.train_assistants import DPO, KTO, REWARD, SFT, TALK, write_data
+from tests.systems.assistants.train_policies import GRPO, PPO
 
 ENDS = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{{ eos_token }}{% endfor %}"
 ENDS += "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
@@ -69,3 +72,13 @@ def test_dry_run_refuses(
     exp = override(SFT, {"model.tokenizer": tokenizer, "data": data, "answers": None})
     assert toy.main(["-e", "x", "--dry-run"], {"x": [exp]}, folder) == (message is not None)
     assert (message or "") in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("exp", [REWARD, DPO, KTO, PPO, GRPO], ids=lambda exp: exp["recipe"])
+@pytest.mark.parametrize("name", ["label_smoothing", "z_loss"])
+def test_terms_of_the_cross_entropy_are_refused_for_other_losses(exp: dict[str, Any], name: str):
+    if "rewards" in exp:
+        exp = override(exp, {"rewards": [{"name": "length", "free_tokens": 2, "worst_tokens": 4}]})
+    load_experiment(override(exp, {f"loop.{name}": 0.0}), "x")
+    with pytest.raises(ConfigError, match=rf"loop\.{name}: 0\.125"):
+        load_experiment(override(exp, {f"loop.{name}": 0.125}), "x")

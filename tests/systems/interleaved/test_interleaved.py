@@ -26,6 +26,7 @@ from src.runs import ledger, plan
 from src.runs.history import branches
 from src.systems.interleaved.groups import INTERLEAVED_PHOTOGRAPHS
 from src.systems.interleaved.streaming import audit, manifest, tar_index
+from src.training.checkpointing import continuation
 from tests import toy
 from tests.faults import harness
 from tests.systems.interleaved import train_pages
@@ -44,6 +45,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_data(folder / "data")
     assert toy.main(["-e", "pages"], {"pages": [PAGES]}, folder) == 0
     return folder
+
+
+def test_a_continuation_can_change_operational_fields_and_validation(tmp_path: Path):
+    parent = override(PAGES, {"data.errors": {"max_documents": 0.02}, "data.prefetch_shards": 3})
+    child = override(parent, {"model": {"name": "experiment", "exp_id": exp_id(parent), "step": 2}})
+    places = Places(tmp_path, tmp_path, {exp_id(parent): plan.load(parent, "", "").exp})
+    for change in ({}, {"data.errors.max_documents": 1.0, "data.prefetch_shards": 1, "data.val_documents": 1}):
+        continuation.check(load_experiment(override(child, change), ""), places)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"data\.window"):
+        continuation.check(load_experiment(override(child, {"data.window": 7}), ""), places)  # type: ignore[arg-type]
 
 
 def damage_images(train: Path, images: int) -> None:

@@ -44,6 +44,8 @@ class Config(TrainingRecipe):
     """An experiment of this recipe, without its "recipe" key. Sequences of the loop are groups of replies."""
 
     takes_chunks: ClassVar[bool] = False
+    is_cross_entropy: ClassVar[bool] = False
+    can_continue: ClassVar[bool] = False
 
     kto: Settings = Settings()
     harness: Harness | None = None

@@ -1,5 +1,6 @@
 """Samples of several denoisers in fixed shares. Each denoiser has its own length of rows of text."""
 
+import hashlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -48,7 +49,7 @@ class DenoiserMixture(DenoisingDataset):
         config: ShuffledConfig,
     ) -> None:
         """most: number of samples to use, the same for every experiment; None for all.
-        config: for its shuffle and batch lengths.
+        config: for its shuffle and batch lengths; its denoisers and whole words are part of the fingerprint.
 
         Raises:
             DataError: there is less text than one sample, or than `most` samples.
@@ -68,7 +69,9 @@ class DenoiserMixture(DenoisingDataset):
             range(total) if most is None else jsonl.select_validation_rows(total, most, documents.path)
         )
         self._full_blocks = blocks
-        super().__init__(draws, encoder, documents.fingerprint, config.shuffle, config.batch_lengths() or (0, 0))
+        masks = config.model_dump_json(include={"denoisers", "whole_words"})
+        fingerprint = f"{documents.fingerprint} {hashlib.sha256(masks.encode()).hexdigest()}"
+        super().__init__(draws, encoder, fingerprint, config.shuffle, config.batch_lengths() or (0, 0))
 
     def __len__(self) -> int:
         """Samples in one epoch."""

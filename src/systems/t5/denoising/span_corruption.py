@@ -15,7 +15,7 @@ from src.errors import ConfigError
 from src.experiments.config import Places
 from src.experiments.interfaces import require_fit
 from src.experiments.kinds import TokenizerSource
-from src.systems.t5.denoising import ngrams, noise, sentinels
+from src.systems.t5.denoising import ngrams, noise, sentinels, words
 from src.systems.t5.denoising.dataset import DenoisingConfig, SingleObjectiveDataset, mask_rng
 
 if TYPE_CHECKING:
@@ -63,6 +63,8 @@ class Config(DenoisingConfig):
         super().check_tokenizer(places, source)
         if source:
             sentinels.require_in_folder(source.folder, self._lengths()[1].spans, "data.input_tokens")
+            if self.ngrams or self.whole_words:
+                words.require_in_folder(source.folder)
 
     def count_samples(self, tokens: int, documents: int) -> int:
         return tokens // self._lengths()[0]

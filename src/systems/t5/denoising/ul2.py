@@ -17,7 +17,7 @@ from src.experiments.config import Config as StrictConfig
 from src.experiments.config import Places
 from src.experiments.interfaces import require_fit
 from src.experiments.kinds import TokenizerSource
-from src.systems.t5.denoising import noise, sentinels
+from src.systems.t5.denoising import noise, sentinels, words
 from src.systems.t5.denoising.dataset import DenoisingConfig, mask_rng
 from src.systems.t5.denoising.denoiser_mixture import DenoiserMixture, DenoiserSpec
 from src.systems.t5.denoising.ngrams import NO_NGRAMS
@@ -114,6 +114,8 @@ class Config(DenoisingConfig):
         super().check_tokenizer(places, source)
         if source is None:
             return
+        if self.whole_words:
+            words.require_in_folder(source.folder)
         for number, denoiser in enumerate(self.denoisers):
             max_mode_tokens = len(denoiser.mode.encode()) + 1  # at most one per byte, and one more
             if (

@@ -2,12 +2,14 @@
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from src.errors import DataError
+from src.files import read_json
 
 if TYPE_CHECKING:
     import numpy as np
@@ -66,14 +68,33 @@ def _in_word(letter: str) -> bool:
 
 def _speller(tokenizer: "PreTrainedTokenizerFast") -> Callable[[str], str]:
     """A function from a token to its text."""
-    parts = json.loads(tokenizer.backend_tokenizer.to_str())
+    return _speller_of(json.loads(tokenizer.backend_tokenizer.to_str()), str(tokenizer.name_or_path))
+
+
+def require_in_folder(folder: Path) -> None:
+    """Like `Words`, but reads tokenizer.json without loading the tokenizer. Passes if the file is missing or damaged,
+    which loading the tokenizer reports.
+
+    Raises:
+        DataError: the tokenizer does not mark spaces.
+    """
+    try:
+        parts = read_json(folder / "tokenizer.json", DataError)
+    except DataError:
+        return
+    if isinstance(parts, dict) and parts.keys() >= {"pre_tokenizer", "decoder"}:
+        _speller_of(parts, str(folder))
+
+
+def _speller_of(parts: Mapping[str, Any], where: str) -> Callable[[str], str]:
+    """`_speller` of the content of tokenizer.json."""
     marks = json.dumps([parts["pre_tokenizer"], parts["decoder"]], ensure_ascii=False)
     if '"ByteLevel"' in marks:
         return _byte_level
     if _SPACE in marks:
         return _sentence_piece
     raise DataError(
-        f"{tokenizer.name_or_path}: the tokenizer does not mark spaces, so word boundaries are unknown. "
+        f"{where}: the tokenizer does not mark spaces, so word boundaries are unknown. "
         "Use a SentencePiece or byte-level BPE tokenizer, or remove ngrams and whole_words."
     )
 

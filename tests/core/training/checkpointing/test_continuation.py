@@ -15,7 +15,7 @@ from src.experiments.grid import override, ref
 from src.experiments.identity import exp_id
 from src.experiments.interfaces import load_experiment
 from src.files import write_json
-from src.runs.checkpoints import checkpoints
+from src.runs.checkpoints import checkpoints, retention
 from src.runs.history.branches import FILE
 from src.training.checkpointing import continuation
 from tests import toy
@@ -118,7 +118,7 @@ def test_a_setting_that_cannot_change_is_refused(tmp_path: Path, change: dict[st
     assert any(line.startswith(f"{path}: ") and value in line for line in str(error.value).splitlines())
 
 
-@pytest.mark.parametrize("name", ["dpo", "grpo"])
+@pytest.mark.parametrize("name", ["dpo", "kto", "grpo"])
 def test_a_recipe_that_refers_to_its_first_model_is_refused(tmp_path: Path, name: str):
     exps = (exp for group in EXP_GROUPS.values() for exp in group if exp["recipe"] == name)
     exp = next(exp for exp in exps if exp["model"]["name"] == "experiment")
@@ -140,6 +140,28 @@ def test_phases_that_would_have_started_elsewhere_are_refused(tmp_path: Path):
 def test_settings_that_can_change(tmp_path: Path):
     change = {"loop.learning_rate": 1e-3, "loop.weight_decay": 0.1, "data.val_sequences": 4, "loop.eval_every": 3}
     continuation.check(load_experiment(override(DECAY, change), ""), places(tmp_path))  # type: ignore[arg-type]
+
+
+MIXTURE = {"name": "mixture", "parts": {"a": STABLE["data"], "val_b": STABLE["data"]}}
+PACKED_DATA = {"name": "packed", "sequence_tokens": 16, "documents": {"name": "documents", "corpus": "toy_text"}}
+
+
+@pytest.mark.parametrize(
+    ("data", "validation", "training"),
+    [
+        (MIXTURE, {"data.parts.a.val_sequences": 4}, {"data.parts.val_b.sequence_tokens": 8}),
+        (PACKED_DATA, {"data.documents.val_sequences": 4}, {"data.documents.corpus": "toy_qa"}),
+    ],
+)
+def test_only_validation_can_change_in_parts_of_data(
+    tmp_path: Path, data: dict[str, Any], validation: dict[str, Any], training: dict[str, Any]
+):
+    parent = override(STABLE, {"data": data})
+    child: Any = override(parent, {"model": ref(parent, step=STEP)})
+    all_places = Places(tmp_path, tmp_path, {exp_id(parent): parent})
+    continuation.check(load_experiment(override(child, validation), ""), all_places)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"data\."):
+        continuation.check(load_experiment(override(child, training), ""), all_places)  # type: ignore[arg-type]
 
 
 def test_step_and_best_checkpoint_are_refused_together():
@@ -188,6 +210,71 @@ def test_dry_run_names_the_checkpoints_that_the_parent_will_keep(tmp_path: Path,
     assert "5, 10, 12" in capsys.readouterr().err
     assert toy.main([*all_at_once, "--keep_every", "4"], GROUPS, tmp_path) == 0
     assert toy.main(all_at_once, GROUPS, tmp_path) == 0, "the newest two are steps 8 and 12"
+
+
+def copy_stopped_parent(world: Path, folder: Path) -> Path:
+    """A copy of the world without its children, whose parent stopped after step 8; the save directory of the parent."""
+    shutil.copytree(world, folder)
+    for exp in (AGAIN, DECAY, WORST):
+        shutil.rmtree(folder / "runs" / exp_id(exp))
+    parent = folder / "runs" / exp_id(STABLE)
+    write_json(parent / "status.json", {**json.loads((parent / "status.json").read_text()), "state": "stopped"})
+    for step in (11, 12):
+        shutil.rmtree(checkpoints.folder(parent, step))
+    return parent
+
+
+def test_a_saved_checkpoint_that_the_parent_will_delete_is_refused(
+    world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    parent = copy_stopped_parent(world, tmp_path / "stopped")
+    together = ["-e", "stable", "decay", "--dry-run", "--keep_last", "1"]
+    assert toy.main(together, GROUPS, parent.parents[1]) == 1
+    assert "decay[0].model.step: 8: " in capsys.readouterr().err
+    assert toy.main([*together, "--keep_every", "8"], GROUPS, parent.parents[1]) == 0
+    retention.mark_continued(parent, STEP)
+    assert toy.main(together, GROUPS, parent.parents[1]) == 0, "the parent keeps it for another child"
+    assert toy.main([*together, "-r", "1"], GROUPS, parent.parents[1]) == 1, "the mark is deleted as well"
+
+
+def test_resetting_a_finished_parent_that_will_delete_the_checkpoint_is_refused(
+    world: Path, capsys: pytest.CaptureFixture[str]
+):
+    together = ["-e", "stable", "decay", "--dry-run", "--keep_last", "1"]
+    assert toy.main(together, GROUPS, world) == 0
+    assert toy.main([*together, "-r", "1"], GROUPS, world) == 1
+    assert "decay[0].model.step: 8: " in capsys.readouterr().err
+    assert toy.main([*together, "-r", "1", "--keep_every", "4"], GROUPS, world) == 0
+
+
+def test_a_parent_that_only_evaluates_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    toy.write_data(tmp_path / "data")
+    parent = {**{key: value for key, value in STABLE.items() if key != "loop"}, "evaluation": {"micro_batch": 2}}
+    groups = {"both": [parent, override(STABLE, {"model": ref(parent, step=STEP)})]}
+    assert toy.main(["-e", "both", "--dry-run"], groups, tmp_path) == 1
+    assert "trains nothing" in capsys.readouterr().err
+
+
+def test_an_unfinished_parent_retains_the_checkpoint_of_an_evaluation(world: Path, tmp_path: Path):
+    parent = copy_stopped_parent(world, tmp_path / "stopped")
+    evaluation = {**{key: value for key, value in AGAIN.items() if key != "loop"}, "evaluation": {"micro_batch": 2}}
+    assert toy.main(["-e", "x"], {"x": [evaluation]}, parent.parents[1]) == 0
+    assert retention.read_continued(parent) == [STEP]
+    assert toy.main(["-e", "stable", "--log_every", "1", "--keep_last", "1"], GROUPS, parent.parents[1]) == 0
+    assert checkpoints.folder(parent, STEP).exists()
+
+
+def test_a_budget_counts_from_the_start_of_the_parent(tmp_path: Path):
+    toy.write_data(tmp_path / "data")
+    loop = {name: value for name, value in AGAIN["loop"].items() if name != "steps"}
+
+    def check(steps: int) -> None:
+        exp = {**AGAIN, "loop": {**loop, "budget": {"tokens": steps * 128}}}
+        continuation.check(load_experiment(exp, ""), places(tmp_path))  # type: ignore[arg-type]
+
+    check(STEP + 1)
+    with pytest.raises(ConfigError, match=r"loop\.steps: 8"):
+        check(STEP)
 
 
 def test_a_run_continues_one_that_is_not_done(world: Path, tmp_path: Path):

@@ -19,7 +19,7 @@ from src.files import write_json
 from src.launch import status
 from src.operations import watchdog
 from src.runs import ledger
-from src.runs.checkpoints import checkpoints
+from src.runs.checkpoints import checkpoints, retention
 from src.runs.history import branches
 from src.runs.store import RunStore
 from src.support import distributed
@@ -237,16 +237,23 @@ def test_nothing_is_passed_over_where_a_person_has_changed_the_order(folder: Pat
         assert branches.read(run.path) == (changed,)
 
 
-@pytest.mark.parametrize("why", ["no checkpoint", "max_rewinds"])
+@pytest.mark.parametrize("why", ["no checkpoint", "max_rewinds", "continued.json"])
 def test_a_run_that_cannot_be_taken_back_stops(folder: Path, why: str, caplog: pytest.LogCaptureFixture):
     settings = config(on_loss_spike="rewind", max_rewinds=1)
     with small.open_run(folder) as run:
         if why == "max_rewinds":
             with pytest.raises(distributed.StopTraining):
                 small.train(run, settings, spoil(100.0, 25))
-        step = 25 if why == "max_rewinds" else 8
+        step = 8 if why == "no checkpoint" else 25
+        learn = spoil(1e4, step, 21 if why == "max_rewinds" else 1)
+
+        def mark_and_learn(model: Any, batch: Mapping[str, Any]) -> Any:
+            if why == "continued.json" and checkpoints.list_all(run.path):
+                retention.mark_continued(run.path, 21)
+            return learn(model, batch)
+
         with pytest.raises(TrainingError, match=f"step {step}: the loss is"):
-            small.train(run, settings, spoil(1e4, step, 21 if why == "max_rewinds" else 1))
+            small.train(run, settings, mark_and_learn)
         assert why in caplog.text
 
 

@@ -87,6 +87,28 @@ def test_weights_are_unchanged_after_an_evaluation_that_fails():
     assert torch.equal(average.tensors()["0.weight"], first)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scores_in_16_bits_are_those_of_the_average_and_later_ones_those_of_the_weights(dtype: torch.dtype):
+    model = small_model()
+    average = WeightAverage(model, 0.5)
+    average.update()
+
+    def evaluate() -> dict[str, float]:
+        with torch.no_grad():
+            return {"score": model(torch.ones(3)).sum().item()}
+
+    with torch.autocast("cpu", dtype):
+        first = evaluate()["score"]
+    with torch.no_grad():
+        model[0].weight += 1
+        model[1].weight *= 2
+    with torch.autocast("cpu", dtype):
+        changed = evaluate()
+        assert changed["score"] != first
+        assert average.scores(evaluate) == {"score_ema": first}
+        assert evaluate() == changed
+
+
 def test_training_is_unchanged_and_each_evaluation_has_the_scores_of_the_average(world: Path):
     rows, plain_rows = (toy.evaluations(world, exp_id(exp)) for exp in (EXP, toy.BASE))
     extra = ("val_loss_ema", "val_perplexity_ema")

@@ -5,8 +5,9 @@ import re
 import numpy as np
 import pytest
 
-from src.errors import ConfigError, DataError
-from src.experiments.config import load
+from src.errors import ConfigError, DataError, UserError
+from src.experiments.config import Places, load
+from src.experiments.kinds import TokenizerSource
 from src.systems.t5.denoising import ngrams, noise, span_corruption, ul2
 from src.systems.t5.denoising.words import Words
 
@@ -65,6 +66,29 @@ def test_a_tokenizer_without_marks_is_refused(make_tokenizer):
     )
     with pytest.raises(DataError, match="does not mark spaces"):
         Words(plain)
+
+
+@pytest.mark.parametrize(
+    ("module", "values"),
+    [(span_corruption, {"whole_words": True}), (span_corruption, {"ngrams": "a.txt"}), (ul2, {"whole_words": True})],
+)
+def test_a_tokenizer_without_marks_is_refused_before_the_start(tmp_path, module, values):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordPiece(vocab={"[UNK]": 0, "a": 1, "##b": 2}, unk_token="[UNK]"))
+    tokenizer.add_special_tokens([f"<extra_id_{k}>" for k in range(100)])
+    config = load(module.Config, {"corpus": "t", "input_tokens": 64, **values}, "data")
+    plain = load(module.Config, {"corpus": "t", "input_tokens": 64}, "data")
+    source = TokenizerSource(tmp_path)
+    for marks in (pre_tokenizers.BertPreTokenizer(), pre_tokenizers.Metaspace(), pre_tokenizers.ByteLevel()):
+        tokenizer.pre_tokenizer = marks
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        plain.check_tokenizer(Places(tmp_path, tmp_path), source)
+        if isinstance(marks, pre_tokenizers.BertPreTokenizer):
+            with pytest.raises(UserError, match=re.escape(str(tmp_path))):
+                config.check_tokenizer(Places(tmp_path, tmp_path), source)
+        else:
+            config.check_tokenizer(Places(tmp_path, tmp_path), source)
 
 
 def units(masker, row, seed=0):

@@ -77,6 +77,13 @@ def test_a_mode_that_leaves_a_length_which_no_row_gives(build):
     assert {len(data.sample(0, index)["input_ids"]) for index in range(len(data))} == {23}
 
 
+def test_masks_are_part_of_the_fingerprint(build):
+    other = [{**DENOISERS[0], "mean_span_tokens": 4.0}, *DENOISERS[1:]]
+    all_values = ({}, {"whole_words": True}, {"denoisers": other}, {"denoisers": DENOISERS[:2]})
+    assert len({build(**values).fingerprint for values in all_values}) == 4
+    assert build(val_sequences=2).fingerprint == build().fingerprint
+
+
 def test_batch_is_padded(build):
     data = build()
     samples = [data.sample(0, i) for i in range(16)]
