@@ -230,31 +230,38 @@ def test_nan_is_refused_and_recorded(folder: Path, capsys: pytest.CaptureFixture
 @pytest.mark.slow
 def test_a_run_of_the_server_equals_that_of_the_command_line(tmp_path: Path):
     changes = TOY | {"loop.steps": 4, "loop.eval_every": 2}
-    for place in ("line", "agent"):
+    for place in ("line", "agent", "job"):
         toy.write_data(tmp_path / place / "data")
     words = ["-e", GROUP, *(word for path, value in changes.items() for word in ("--set", f"{path}={value}"))]
     done = toy.run(toy.ROOT, words, tmp_path / "line")
     assert done.returncode == 0, done.stderr
     (one,) = [path for path in (tmp_path / "line" / "runs").iterdir() if (path / "exp_dict.json").exists()]
 
+    async def wait(server: Any, document: dict[str, Any]) -> None:
+        assert (document["exp_ids"], document["error"]) == ([one.name], None), document
+        until = time.monotonic() + toy.LONGEST
+        while True:
+            (row,) = (await call(server, "status", {"group": GROUP, "changes": changes}))["experiments"]
+            if row["state"] in ("done", "failed") or time.monotonic() > until:
+                break
+        assert row["state"] == "done", Path(document["log"]).read_text()
+
     async def session() -> None:
+        async with client(tmp_path / "job", "--allow", "run", "--max-runs", "1") as server:
+            await wait(
+                server, await call(server, "submit", {"group": GROUP, "changes": changes, "job_config": "local"})
+            )
         async with client(tmp_path / "agent", "--allow", "run", "--max-runs", "1", "--max-hours", "1") as server:
-            document = await call(server, "start", {"group": GROUP, "changes": changes, "hours": 0.5})
-            assert document["exp_ids"] == [one.name], document
-            until = time.monotonic() + toy.LONGEST
-            while True:
-                (row,) = (await call(server, "status", {"group": GROUP, "changes": changes}))["experiments"]
-                if row["state"] in ("done", "failed") or time.monotonic() > until:
-                    break
-            assert row["state"] == "done", Path(document["log"]).read_text()
+            await wait(server, await call(server, "start", {"group": GROUP, "changes": changes, "hours": 0.5}))
             again = await call(server, "start", {"group": GROUP, "changes": changes | {"loop.steps": 5}, "hours": 0.1})
             assert again["error"]["where"] == "--max-runs 1"
             again = await call(server, "start", {"group": GROUP, "changes": changes, "hours": 0.999})  # done: no run
             assert again["error"]["where"] == "--max-hours 1"
 
     anyio.run(session)
-    other = tmp_path / "agent" / "runs" / one.name
-    assert (other / "scores.jsonl").read_bytes() == (one / "scores.jsonl").read_bytes()
+    for place in ("agent", "job"):
+        other = tmp_path / place / "runs" / one.name
+        assert (other / "scores.jsonl").read_bytes() == (one / "scores.jsonl").read_bytes(), place
 
 
 @pytest.mark.slow
