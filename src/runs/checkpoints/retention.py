@@ -70,7 +70,9 @@ def needed_by_children(runs: Path) -> tuple[set[tuple[str, str]], list[str]]:
             warnings.append(f"{error} Its parent is unknown, so the checkpoints of every run are kept.")
     if warnings:
         result.update((name, which) for name in names for which in ("last", "best"))
-        result.update((name, _name(path)) for name in names for path in checkpoints.list_all(runs / name))
+        for name in names:
+            with suppress(PermissionError):  # nothing of such a run can be deleted
+                result.update((name, _name(path)) for path in checkpoints.list_all(runs / name))
     return result, warnings
 
 

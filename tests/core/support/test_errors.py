@@ -78,7 +78,7 @@ BAD_INPUT = {
     "results.plot": ["none"],
     "results.progress": ["none"],
     "results.report": ["none"],
-    "results.rescore": ["none.jsonl", "--metric", "squad"],
+    "results.rescore": ["none.jsonl", "--metrics", "squad"],
     "results.pages.run_page": ["none"],
     "results.share": ["none", "-o", "shared.zip"],
     "results.table": ["none"],
