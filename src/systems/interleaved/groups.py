@@ -76,7 +76,56 @@ SMOLLM2_DIGITS = override(
     },
 )
 
+# Adapters on pretrained models, for question-answer pages in `--data_path`/my_pages (python -m
+# data_prep.interleaved.index): the settings of huggingface/smollm's vision/finetuning/Smol_VLM_FT.ipynb, which are 16
+# sequences a step for one epoch of VQAv2-small. Its 4-bit weights and 8-bit AdamW are not used here.
+_ADAPTERS: dict[str, Any] = {
+    "recipe": "interleaved",
+    "seed": 0,
+    "model": {
+        "name": "lora",
+        "rank": 8,
+        "alpha": 8.0,
+        "dropout_rate": 0.1,
+        "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    },
+    "data": {"name": "streamed", "sources": {"pages": {"path": "my_pages"}}, "open_rows": 8, "window": 1000},
+    "loop": {
+        "steps": 600,
+        "sequences_per_step": 16,
+        "micro_batch": 4,
+        "learning_rate": 1e-4,
+        "schedule": "linear",
+        "warmup_rate": 50 / 600,
+        "weight_decay": 0.01,
+        "precision": "bfloat16",
+        "eval_every": 200,
+    },
+}
+
+
+def adapters_on(path: str, sequence_tokens: int, max_frames: int, **images: Any) -> dict[str, Any]:
+    """Adapters on a model of the hub. images: of its preprocessor_config.json and processor_config.json."""
+    base = {"name": "vision_language_hf", "path": path, "dtype": "bfloat16"}
+    sizes = {"sequence_tokens": sequence_tokens, "max_frames": max_frames, "images": images}
+    return override(_ADAPTERS, {"model.base": base, **{f"data.{name}": value for name, value in sizes.items()}})
+
+
+_SMOLVLM: dict[str, Any] = {"frame_size": 512, "image_tokens": 64, "max_size": 2048, "enlarge": True}
+
 GROUPS = {
+    "idefics2_8b": [
+        adapters_on(
+            "HuggingFaceM4/idefics2-8b", 1024, 8, style="idefics2", frame_size=980, image_tokens=64, max_size=980
+        )
+    ],
+    "idefics3_8b": [
+        adapters_on(
+            "HuggingFaceM4/Idefics3-8B-Llama3", 4096, 20, frame_size=364, image_tokens=169, max_size=1456, enlarge=True
+        )
+    ],
+    "smolvlm_256m": [adapters_on("HuggingFaceTB/SmolVLM-256M-Instruct", 2048, 20, **_SMOLVLM)],
+    "smolvlm2_256m": [adapters_on("HuggingFaceTB/SmolVLM2-256M-Video-Instruct", 2048, 20, **_SMOLVLM)],
     "interleaved_photographs": [INTERLEAVED_PHOTOGRAPHS],
     "interleaved_tiny": [INTERLEAVED_TINY],
     "interleaved_tiny_seeds": grid(INTERLEAVED_TINY, {"seed": [1, 2, 3]}),
