@@ -58,6 +58,16 @@ class Keyboard:
         self.seen = self.text.index(text, self.seen) + len(text)
         return self.seen
 
+    def type_until(self, keys: str, text: str) -> None:
+        """Type `keys` until a text appears, as a key is lost while the terminal changes its mode."""
+        end = time.monotonic() + SECONDS
+        while text not in self.text[self.seen :]:
+            assert time.monotonic() < end, self.text
+            self.type(keys)
+            if select.select([self.screen], [], [], 5)[0]:
+                self.text += os.read(self.screen, 4096).decode("utf-8", "replace")
+        self.wait_for(text)
+
     def end(self) -> int:
         return self.process.wait(SECONDS)
 
@@ -79,8 +89,7 @@ def test_chat_in_a_terminal(keyboard: Keyboard, tmp_path: Path):
     keyboard.wait_for("Loading")
     keyboard.wait_for("Loaded in")
     keyboard.wait_for("> ")
-    keyboard.type(CTRL_C)
-    keyboard.wait_for("Ctrl-D")
+    keyboard.type_until(CTRL_C, "Ctrl-D")
     keyboard.wait_for("> ")
     keyboard.type("helxo\x7f\x7flo\r")  # line editing: two characters are deleted
     keyboard.wait_for("\n")

@@ -255,7 +255,7 @@ def test_a_run_of_the_server_equals_that_of_the_command_line(tmp_path: Path):
             await wait(server, await call(server, "start", {"group": GROUP, "changes": changes, "hours": 0.5}))
             again = await call(server, "start", {"group": GROUP, "changes": changes | {"loop.steps": 5}, "hours": 0.1})
             assert again["error"]["where"] == "--max-runs 1"
-            again = await call(server, "start", {"group": GROUP, "changes": changes, "hours": 0.999})  # done: no run
+            again = await call(server, "start", {"group": GROUP, "changes": changes, "hours": 1.0})  # done: no run
             assert again["error"]["where"] == "--max-hours 1"
 
     anyio.run(session)
