@@ -134,7 +134,7 @@ def test_a_misspelt_method_is_a_type_error(tmp_path: Path):
             dict.fromkeys(("code", "docs", "tests", "names"), 0),
         ),
         ("src/a.py", "def f(told):\n    self.kept = found = 1", {"code": 0, "docs": 0, "tests": 0, "names": 3}),
-        ("tests/a.py", "def test_it_goes_on(): ...", {"code": 0, "docs": 0, "tests": 1, "names": 0}),
+        ("tests/a.py", "def " + "test_it_goes_on(): ...", {"code": 0, "docs": 0, "tests": 1, "names": 0}),
         ("a.md", "It begins anew.\n\nIt restarts.", {"code": 0, "docs": 1, "tests": 0, "names": 0}),
     ],
 )
