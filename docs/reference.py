@@ -16,9 +16,10 @@ from unittest import mock
 
 from pydantic.fields import FieldInfo
 
+from docs import json_documents
 from src.experiments.config import Config
 from src.experiments.registry import DATASETS, LAUNCHERS, METRICS, MODELS, RECIPES, REWARDS
-from src.support import documents
+from src.support.documents import Document
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLES = {
@@ -47,8 +48,8 @@ PAGE_OF_FIELD_TYPE = {
 CONSTRAINTS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤", "min_length": "length ≥", "max_length": "length ≤"}
 COMMANDS = ("trainval.py", "data_prep", "results", "src")
 TRAINVAL: list[type] = [
-    *(documents.Groups, documents.Experiments, documents.Plan, documents.Jobs, documents.Status, documents.Logs),
-    documents.Training,
+    *(json_documents.Groups, json_documents.Experiments, json_documents.Plan, json_documents.Jobs),
+    *(json_documents.Status, json_documents.Logs, json_documents.Training),
 ]
 """The documents of trainval.py."""
 
@@ -177,10 +178,10 @@ def document_types() -> dict[str, list[type]]:
             module = importlib.import_module(
                 line.removeprefix("python ").removeprefix("-m ").split()[0].removesuffix(".py")
             )
-            shared = {"python trainval.py": TRAINVAL, "python -m results.dashboard": [documents.Address]}
-            document = documents.Steps if "data_prep" in line else getattr(module, "Document", documents.File)
+            shared = {"python trainval.py": TRAINVAL, "python -m results.dashboard": [json_documents.Address]}
+            document = json_documents.Steps if "data_prep" in line else getattr(module, "Document", json_documents.File)
             types[line] = shared.get(line) or [document]
-    agent_types = [documents.AgentFields, documents.AgentStart, documents.AgentStop]
+    agent_types = [json_documents.AgentFields, json_documents.AgentStart, json_documents.AgentStop]
     return types | {"python -m src.serving.mcp": agent_types}
 
 
@@ -193,7 +194,7 @@ def documents_page() -> str:
         "# JSON documents",
         "What commands print with `--json`: [Machine-readable output](../machine_readable.md).",
     ]
-    for cls in [documents.Document, documents.Failure, *commands_by_type]:
+    for cls in [Document, json_documents.Failure, *commands_by_type]:
         schema = [
             ast.literal_eval(node.slice)
             for name, node, _ in _annotated_names(cls)
@@ -202,7 +203,7 @@ def documents_page() -> str:
         fields = [(name, node, text) for name, node, text in _annotated_names(cls) if name != "schema"]
         lines = ["| member | type | meaning |", "|---|---|---|"] if fields else []
         lines += [f"| `{name}` | `{ast.unparse(node)}` | {_cell(text)} |" for name, node, text in fields]
-        title = schema[0] if schema else "Every document" if cls is documents.Document else cls.__name__
+        title = schema[0] if schema else "Every document" if cls is Document else cls.__name__
         parts += [f"## {title}", _prose(inspect.getdoc(cls) or ""), "\n".join(lines)]
         parts += [f"Printed by {', '.join(commands_by_type[cls])}."] if cls in commands_by_type else []
     return "\n\n".join(part for part in parts if part)

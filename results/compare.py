@@ -30,6 +30,7 @@ from src.tables.statistics import mean
 from src.tables.terminal_table import draw_rich, plain
 
 _ID_START = re.compile(r"[0-9a-f]{4,128}")
+_GROUP = re.compile(r"[^\W\d][\w-]*")
 
 
 class Document(documents.Document):
@@ -129,7 +130,7 @@ def make_report(  # noqa: PLR0913  call sites pass the optional ones by name
 
 def select_families(word: str, rows: Sequence[Row], runs: Path, seed: str = results.SEED) -> list[Family]:
     """The experiments that a word selects: a group, a run, or an expression; always with all of their seeds, as seeds
-    chosen by their results are no sample.
+    chosen by their results are no sample. Selected runs are first.
 
     Raises:
         ConfigError: it selects no run, or the start of an id is not unique.
@@ -139,10 +140,14 @@ def select_families(word: str, rows: Sequence[Row], runs: Path, seed: str = resu
         members = {run_arguments.find_run(word, runs).resolve().name} & {row["exp_id"] for row in rows}
         if not members:
             raise ConfigError(f"{word}: expected a run of {runs}. Name its folder with --runs.")
+    if not members and _GROUP.fullmatch(word) and not any(word in row for row in rows):
+        results.check_known("group", [word], {name for row in rows for name in row.groups}, "results.compare")
     members = members or {row["exp_id"] for row in results.filter_rows(rows, word, repr(word))}
     if not members:
         raise ConfigError(f"{word!r} matches none of {len(rows)} runs of {runs}.")
     families = comparability.families(rows, rows, runs, seed)
+    for family in families:
+        family.rows.sort(key=lambda row: row["exp_id"] not in members)
     return [family for family in families if not members.isdisjoint(row["exp_id"] for row in family.rows)]
 
 

@@ -8,16 +8,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from src.errors import CheckpointError, RunError, UserError, print_errors
+from src.errors import RunError, UserError, print_errors
 from src.experiments.config import flatten
 from src.files import read_bytes, read_json, reading
 from src.operations import recorded_code
-from src.runs.checkpoints import checkpoints
 from src.runs.scores import SCORES
 from src.runs.store import CONFIG, DIFF, SavedRun
 from src.runs.summary import summarize
 from src.support import documents
 from src.tables import run_arguments
+from src.tables.comparability import training_inputs
 
 MAX_LINES = 40
 """Maximum number of lines of a patch in the text output."""
@@ -125,13 +125,10 @@ def _code(run: SavedRun) -> Values:
 
 def _data(run: SavedRun) -> Values:
     """Fingerprints of the training data, from the newest checkpoint."""
-    for checkpoint in reversed(checkpoints.list_all(run.path)):
-        if (checkpoint / "state.json").exists():
-            state = read_json(checkpoint / "state.json", CheckpointError)
-            inputs = state.get("inputs") if isinstance(state, dict) else None
-            return inputs if isinstance(inputs, dict) else {}
+    if inputs := training_inputs(run):
+        return inputs
     raise RunError(
-        f"{run.path}: no checkpoint is left, so the data it read are unknown. Compare runs with checkpoints."
+        f"{run.path}: no checkpoint is left that records its data, so they are unknown. Compare runs with checkpoints."
     )
 
 

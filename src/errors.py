@@ -27,7 +27,7 @@ class ConfigError(UserError):
 
 def print_errors(main: Callable[P, int]) -> Callable[P, int]:
     """Decorate the `main` of a command: print a UserError to stderr as lines `error: ...`, and exit with code 1.
-    With --json, also print errors as a document (`documents.Failure`)."""
+    With --json, also print errors as a document (`docs/json_documents.py`)."""
 
     @functools.wraps(main)
     def run(*args: P.args, **kwargs: P.kwargs) -> int:

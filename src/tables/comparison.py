@@ -236,10 +236,10 @@ def _pair(
     runs have the same."""
     import numpy as np
 
-    common = [key for key in base_rows if key in candidate_rows]
+    common = sorted(base_rows.keys() & candidate_rows, key=repr)  # the order of runs changes no bootstrap draw
     if len(common) < min(len(base_rows), len(candidate_rows)):
         common = []
-    rows = [[by_seed[key] for key in common or by_seed] for by_seed in (base_rows, candidate_rows)]
+    rows = [[by_seed[key] for key in common or sorted(by_seed, key=repr)] for by_seed in (base_rows, candidate_rows)]
     values = [np.array([row[metric] for row in side], dtype=float) for side in rows]
     sums = None
     if metric in _DENOMINATORS:

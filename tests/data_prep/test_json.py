@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from docs import reference
+from docs import json_documents, reference
 from src.files import new_directory
-from src.support import documents
 from tests import toy
 from tests.core.data.conftest import make_tokenizer  # noqa: F401  a fixture
 from tests.data_prep import test_gguf, test_llama2c
@@ -243,7 +242,7 @@ def test_json_and_text_say_the_same_numbers(
         outputs.append(capsys.readouterr().out.replace(str(tmp_path / name), ""))
     # Times and speeds differ between two runs.
     text, document = re.sub(r"\d+\.\d s\b|[\d,]+ tokens/s", "", outputs[0]), json.loads(outputs[1])
-    check_schema(document, [documents.Steps])
+    check_schema(document, [json_documents.Steps])
     assert document["error"] is None
     assert document["steps"]
     assert text.strip()

@@ -13,7 +13,7 @@ from typing import Any, Literal, NotRequired, Union, get_args, get_origin, get_t
 import pytest
 
 import trainval
-from docs import reference
+from docs import json_documents, reference
 from src.support import documents
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -224,9 +224,9 @@ def test_trainval_says_the_same_numbers(words: list[str], tmp_path: Path, capsys
 
 def test_a_document_that_does_not_fit_is_noticed():
     document = {"schema": "file/1", "path": "x", "error": None, "more_errors": [], "warnings": []}
-    assert list(misfits(document, documents.File)) == []
+    assert list(misfits(document, json_documents.File)) == []
     for change in ({"path": 1}, {"more": 1}, {"error": {"kind": "x"}}, {"warnings": [1]}):
-        assert len(list(misfits(document | change, documents.File))) == 1
+        assert len(list(misfits(document | change, json_documents.File))) == 1
 
 
 def test_a_number_that_only_the_text_says_is_noticed():

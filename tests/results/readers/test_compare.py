@@ -91,6 +91,27 @@ def test_paired_t_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert candidate["cost"] == {"tokens": 300, "flops": 60.0, "seconds": 6.0}
 
 
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_any_seed_selects_its_experiment(seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The report names the run that was given, and its numbers are the same."""
+    bases, candidates = add(tmp_path, 0.1, BASE), add(tmp_path, 0.2, [0.9, 1.15, 1.05])
+    by_group, by_id = (
+        report(capsys, tmp_path, *words) for words in (("rate0.1", "rate0.2"), (bases[seed], candidates[seed]))
+    )
+    (ours,), (theirs,) = by_id["candidates"], by_group["candidates"]
+    assert (by_id["base"]["exp_ids"][0], ours["exp_ids"][0]) == (bases[seed], candidates[seed])
+    for name in ("difference", "t_interval", "bootstrap_interval", "p"):
+        assert ours[name] == theirs[name]
+
+
+def test_misspelt_group_lists_only_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    add(tmp_path, 0.1, BASE, group="base_tiny")
+    add(tmp_path, 0.2, BASE, group="other")
+    message = refusal(capsys, tmp_path, "base_tinny", "other")
+    assert "Did you mean 'base_tiny'" in message
+    assert "val_loss" not in message
+
+
 def test_seeds_without_a_common_one_use_welch(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     add(tmp_path, 0.1, BASE)
     add(tmp_path, 0.2, [1.4, 1.9, 1.6, 2.1], first=10)
