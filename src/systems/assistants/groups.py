@@ -247,7 +247,7 @@ SMOLLM2_LORA = {
 SMOLLM2_LOOP: dict[str, Any] = {
     "steps": 60,
     "sequences_per_step": 8,
-    "micro_batch": 4,
+    "micro_batch": 2,
     "schedule": "cosine",
     "warmup_rate": 0.1,
     "precision": "bfloat16",
