@@ -11,7 +11,6 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
-from typing import Any
 
 from src.errors import ConfigError, RunError
 from src.files import ROOT, read_json, writing
@@ -41,7 +40,7 @@ def difference(one: SavedRun, other: SavedRun, root: Path = ROOT) -> list[str]:
         RunError: the code of a run is not recorded, or its commit is not in the repository of `root`.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        git = _open(root, Path(scratch), one)
+        git = _open(root, Path(scratch))
         trees = [_tree(git, run) for run in (one, other)]
         return git("diff", *DIFF_OPTIONS, *trees).decode(errors="replace").splitlines()
 
@@ -99,8 +98,8 @@ def recorded_options(args: argparse.Namespace, run: SavedRun) -> tuple[list[str]
     is_sharded = args.deepspeed or args.fsdp or {"--deepspeed", "--fsdp"}.intersection(options)
     if engines and engines[-1] not in (None, "replicated", "evaluation") and not is_sharded:
         problems.append(f"its engine {engines[-1]} was not chosen by an option. Add --deepspeed FILE or --fsdp")
-    for file in filter(os.path.isabs, options):
-        problems.append(f"the content of {file} was not recorded, and this one has the present one")
+    files = filter(os.path.isabs, options)
+    problems += [f"the content of {file} was not recorded, and this one has the present one" for file in files]
     return options, [f"{run.path}: the numbers can differ: {'; '.join(problems)}."] if problems else []
 
 
@@ -152,7 +151,7 @@ def _check(run: SavedRun, root: Path) -> tuple[str, Path, str]:
     """
     digests = set(ledger.codes_of_starts(run.path, sys.maxsize))
     if len(digests) != 1:
-        raise RunError(f"{run.path}: {len(digests)} versions of its code are recorded, not one. Run it with -e.")
+        raise RunError(f"{run.path}: {len(digests)} versions of its code are recorded. Choose a run with one, or use -e.")
     with tempfile.TemporaryDirectory() as scratch:
         git = _open(root, Path(scratch))
         _tree(git, run)
