@@ -151,7 +151,7 @@ def _check(run: SavedRun, root: Path) -> tuple[str, Path, str]:
     """
     digests = set(ledger.codes_of_starts(run.path, sys.maxsize))
     if len(digests) != 1:
-        raise RunError(f"{run.path}: {len(digests)} versions of its code are recorded. Choose a run with one, or use -e.")
+        raise RunError(f"{run.path}: {len(digests)} versions of its code are recorded, not one. Choose another run.")
     with tempfile.TemporaryDirectory() as scratch:
         git = _open(root, Path(scratch))
         _tree(git, run)
