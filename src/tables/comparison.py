@@ -121,9 +121,12 @@ def _compare(base: Family, candidate: Family, metric: str, min_effect: float, se
     if diverged_seeds:
         mean = statistics.fmean(row[metric] for row in base_rows.values())
         return Comparison(candidate, mean, pairs=len(rows), verdict=WORSE, diverged_seeds=diverged_seeds)
-    sides = _pair(base_rows, rows, base.records | candidate.records, metric)
-    means = [float(side.mean()) for side in sides.values]
-    difference = means[1] - means[0]
+    records = base.records | candidate.records
+    if metric == PER_BYTE:
+        _require_recorded_scores([*base_rows.values(), *rows.values()], records)
+    sides = _pair(base_rows, rows, records, metric)
+    base_mean, mean = (float(side.mean()) for side in sides.values)
+    difference = mean - base_mean
     samples = [sides.values[1] - sides.values[0]] if sides.is_paired else sides.values
     pairs = min(map(len, samples))
     draws = _bootstrap(sides, count)
@@ -141,7 +144,8 @@ def _compare(base: Family, candidate: Family, metric: str, min_effect: float, se
     low, high = np.percentile(draws, [100 * LEVEL / 2, 100 - 100 * LEVEL / 2])
     return Comparison(
         candidate,
-        *means,
+        base_mean,
+        mean,
         difference,
         interval,
         (float(low), float(high)),
@@ -178,32 +182,32 @@ def _rows_by_seed(family: Family, metric: str, seed: str) -> tuple[dict[Any, Row
     return by_seed, diverged_seeds
 
 
+def _require_recorded_scores(rows: Sequence[Row], records: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise ConfigError if val_bits_per_byte of a run differs from its recorded sums by more than rounding."""
+    for row in rows:
+        record = records.get(row["exp_id"], {})
+        value = sum(record["nats"]) / sum(record["bytes"]) / math.log(2) if record.get("bytes") else row[PER_BYTE]
+        if not math.isclose(value, row[PER_BYTE], rel_tol=_ROUNDING):
+            raise ConfigError(
+                f"{row['exp_id']}: {PER_BYTE} is {row[PER_BYTE]:.6g}, but the sums of its validation give {value:.6g}. "
+                "Its scores were changed; train it again."
+            )
+
+
 def _pair(
     base_rows: Mapping[Any, Row], rows: Mapping[Any, Row], records: Mapping[str, Mapping[str, Any]], metric: str
 ) -> _Sides:
     """The values of the common seeds if these are all of a side, else of all seeds, not paired; with samples if all
-    runs have the same.
-
-    Raises:
-        ConfigError: val_bits_per_byte of a run differs from its recorded sums by more than rounding.
-    """
+    runs have the same."""
     import numpy as np
 
     common = sorted(base_rows.keys() & rows, key=repr)  # the order of runs changes no bootstrap draw
     if len(common) < min(len(base_rows), len(rows)):
         common = []
-    chosen = [[by_seed[key] for key in common or sorted(by_seed, key=repr)] for by_seed in (base_rows, rows)]
-    sides = _Sides([np.array([row[metric] for row in side], dtype=float) for side in chosen], bool(common))
+    side_rows = [[by_seed[key] for key in common or sorted(by_seed, key=repr)] for by_seed in (base_rows, rows)]
+    sides = _Sides([np.array([row[metric] for row in side], dtype=float) for side in side_rows], bool(common))
     name, unit = _DENOMINATORS.get(metric, ("", 1.0))
-    for row in (*base_rows.values(), *rows.values()) if metric == PER_BYTE else ():
-        if sums := records.get(row["exp_id"], {}).get(name):
-            value = sum(records[row["exp_id"]]["nats"]) / sum(sums) * unit
-            if not math.isclose(value, row[metric], rel_tol=_ROUNDING):
-                raise ConfigError(
-                    f"{row['exp_id']}: {metric} is {row[metric]:.6g}, but the sums of its validation give {value:.6g}. "
-                    "Its scores were changed; train it again."
-                )
-    of_sides = [[records.get(row["exp_id"], {}) for row in side] for side in chosen]
+    of_sides = [[records.get(row["exp_id"], {}) for row in side] for side in side_rows]
     first = of_sides[0][0].get(name)
     if first and all(record.get(name) == first for side in of_sides for record in side):
         has_text = np.array(first) > 0  # a sample without text has no share of the score
