@@ -7,7 +7,6 @@ as for --where. Several experiments in a CANDIDATE are several candidates.
 
 import argparse
 import json
-import math
 import re
 import shlex
 import sys
@@ -161,35 +160,21 @@ def to_dict(report: Report, seed: str = results.SEED) -> dict[str, Any]:
             "cost": comparability.cost(family),
         }
 
-    def number(value: float | None) -> float | None:
-        return None if value is None or not math.isfinite(value) else value
-
-    base = describe(report.base)
-    return {
-        "metric": report.metric,
-        "min_effect": report.min_effect,
-        "base": {**base, "mean": number(mean(report.base.rows, report.metric))},
-        "candidates": [
-            {
-                **describe(each.candidate),
-                "mean": number(each.mean),
-                "base_mean": number(each.base_mean),
-                "difference": number(each.difference),
-                "t_interval": each.t_interval,
-                "bootstrap_interval": each.bootstrap_interval,
-                "pairs": each.pairs,
-                "is_paired": each.is_paired,
-                "samples": each.samples,
-                "p": each.p,
-                "verdict": each.verdict,
-                "more_seeds": each.more_seeds,
-                "diverged_seeds": each.diverged_seeds,
-                "failed_seeds": each.failed_seeds,
-                "differences": comparability.differences(report.base, each.candidate, seed),
-            }
-            for each in report.comparisons
-        ],
-    }
+    return documents.plain(
+        {
+            "metric": report.metric,
+            "min_effect": report.min_effect,
+            "base": {**describe(report.base), "mean": mean(report.base.rows, report.metric)},
+            "candidates": [
+                {
+                    **{name: value for name, value in vars(each).items() if name != "candidate"},
+                    **describe(each.candidate),
+                    "differences": comparability.differences(report.base, each.candidate, seed),
+                }
+                for each in report.comparisons
+            ],
+        }
+    )
 
 
 def missing_commands(report: Report, runs: Path, data: Path, seed: str = results.SEED) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from src.errors import RunError, UserError, print_errors
 from src.experiments.config import flatten
-from src.files import read_bytes, read_json, reading
+from src.files import read_json, reading
 from src.operations import recorded_code
 from src.runs.scores import SCORES
 from src.runs.store import CONFIG, DIFF, SavedRun
@@ -115,12 +115,7 @@ def _dict(path: Path) -> Values:
 def _code(run: SavedRun) -> Values:
     """Commit, and the uncommitted changes at the last start as lines."""
     values = {key: value for key, value in run.env.items() if key in _CODE}
-    patch = run.path / "attempts" / f"{run.attempts:03d}" / DIFF
-    try:
-        values[DIFF] = read_bytes(patch).decode(errors="replace").splitlines()
-    except FileNotFoundError:
-        values[DIFF] = []
-    return values
+    return {**values, DIFF: run.patch.decode(errors="replace").splitlines()}
 
 
 def _data(run: SavedRun) -> Values:

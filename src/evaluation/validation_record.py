@@ -1,8 +1,8 @@
 """<run>/validation.json: the sums of the last validation by sample, from which `results.compare` makes intervals."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from src.experiments.dataset_protocols import Dataset, content_of
 from src.files import write_json
@@ -13,29 +13,8 @@ from src.support import distributed
 from src.training.state import content_samples
 from src.training.validation import SampleSums
 
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-
-Scores = Mapping[str, float]
 MAX_ROWS = 4096
 """Maximum number of rows. With more samples, each row is the sum of consecutive samples."""
-
-
-def evaluate_and_write(
-    run: Run, parts: Mapping[str, Dataset], evaluate: Callable[["Accelerator", list[SampleSums] | None], Scores]
-) -> "Callable[[Accelerator, int], Scores]":
-    """For `TrainSpec.evaluate_last`: a function that evaluates and then writes the record of `parts`.
-
-    evaluate: (accelerator, samples) -> scores; adds the sums of all samples to `samples`, if it knows them.
-    """
-
-    def evaluate_last(accelerator: "Accelerator", step: int) -> Scores:
-        samples: list[SampleSums] = []
-        scores = evaluate(accelerator, samples)
-        write(run, step, parts, samples)
-        return scores
-
-    return evaluate_last
 
 
 def write(run: Run, step: int, parts: Mapping[str, Dataset], samples: Sequence[SampleSums] = ()) -> None:
@@ -50,7 +29,8 @@ def write(run: Run, step: int, parts: Mapping[str, Dataset], samples: Sequence[S
         RunError: the disk refuses, or another process has taken over the save directory.
     """
     count = len(samples)
-    bounds = [count * row // max(1, min(count, MAX_ROWS)) for row in range(min(count, MAX_ROWS) + 1)]
+    num_rows = min(count, MAX_ROWS)
+    bounds = [row * count // max(1, num_rows) for row in range(num_rows + 1)]
     rows = [samples[begin:end] for begin, end in pairwise(bounds)]
     record: dict[str, Any] = {
         "step": step,

@@ -11,10 +11,9 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
-from typing import Any
 
 from src.errors import ConfigError, RunError
-from src.files import ROOT, read_bytes, read_json, writing
+from src.files import ROOT, read_json, writing
 from src.launch import arguments
 from src.runs import ledger
 from src.runs.code_version import DIFF_OPTIONS, Git
@@ -28,7 +27,6 @@ FOLDER = "reruns"
 _SHARDING = ("deepspeed", "fsdp", "fsdp_replicas", "fsdp_sharded_gradients")
 _OPTIONS = ("micro_batch", "gradient_checkpointing", "offload_activations", "deterministic", "log_every")
 """Options that change the rounding or the rows of scores, as those of sharding do: --from-run repeats them."""
-_NEWEST = sys.maxsize
 _ROUNDING = (WORKSPACE, "NVIDIA_TF32_OVERRIDE")
 """Environment variables that change how torch rounds."""
 
@@ -42,7 +40,7 @@ def difference(one: SavedRun, other: SavedRun, root: Path = ROOT) -> list[str]:
         RunError: the code of a run is not recorded, or its commit is not in the repository of `root`.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        git = _open(root, Path(scratch), one)
+        git = _open(root, Path(scratch))
         trees = [_tree(git, run) for run in (one, other)]
         return git("diff", *DIFF_OPTIONS, *trees).decode(errors="replace").splitlines()
 
@@ -65,48 +63,13 @@ def rerun(run: SavedRun, data: Path, options: Sequence[str], is_dry: bool, root:
     code = recreate(run, folder / "code", root)
     runs = folder / "runs"
     SavedRun(runs / run.name).write_exp(run.exp, run.groups)
-    for parent in _ancestors(run):
-        with writing(runs):
-            if not os.path.lexists(runs / parent.name):
-                (runs / parent.name).symlink_to(parent.path.resolve())
-    start = (
-        [] if processes == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    )
+    _link_ancestors(run, runs)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     places = ["-sb", str(runs), "--data_path", str(data.resolve())]
-    command = [sys.executable, *start, "trainval.py", "--exp_id", run.name, *places, *options]
-    log.info("%s: %s", code, " ".join(command[1:]))
-    environment = _environment(run)
-    return subprocess.run(command, cwd=code, check=False, stdout=sys.stderr, env=environment).returncode
-
-
-def start_records(run: SavedRun) -> list[dict[str, Any]]:
-    """The records (env.json) of all starts of `run`, the oldest first."""
-    paths = (run.path / "attempts" / f"{number:03d}" / ENV for number in range(1, run.attempts + 1))
-    return [record for path in paths if isinstance(record := read_json(path, RunError, None), dict)]
-
-
-def engine_of_last_start(run: SavedRun) -> str | None:
-    """Name of the engine of the last start, such as "replicated", "fsdp" or "zero2"; None if it is not recorded."""
-    engines = [event.get("engine") for event in ledger.read(run.path) if event["event"] == "start"]
-    return engines[-1] if engines else None
-
-
-def repeated_options(args: argparse.Namespace, command: Sequence[str], root: Path) -> list[str]:
-    """The options of a recorded command of trainval.py that change numbers, but for those that `args` has itself.
-
-    root: of the project. A settings file in it is relative, so that the recreated code uses its own.
-    """
-    old_args = arguments.make_parser("", root).parse_known_args(command[1:])[0]
-    is_sharded = any(getattr(args, name) for name in _SHARDING)
-    words = []
-    for name in (*(() if is_sharded else _SHARDING), *_OPTIONS):
-        value = getattr(old_args, name)
-        if isinstance(value, Path):
-            value = (root / value).resolve()
-            value = value.relative_to(root) if value.is_relative_to(root) else value
-        if value and not getattr(args, name):
-            words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
-    return words
+    words = [*(torchrun if processes > 1 else ()), "trainval.py", "--exp_id", run.name, *places, *options]
+    log.info("%s: %s", code, " ".join(words))
+    command = [sys.executable, *words]
+    return subprocess.run(command, cwd=code, check=False, stdout=sys.stderr, env=_environment(run)).returncode
 
 
 def _environment(run: SavedRun) -> dict[str, str]:
@@ -121,23 +84,39 @@ def _environment(run: SavedRun) -> dict[str, str]:
 def recorded_options(args: argparse.Namespace, run: SavedRun) -> tuple[list[str], list[str]]:
     """The options of the last start of a run that change its numbers, but for those in `args`; and a warning if they
     cannot be known, or do not suffice."""
-    starts = start_records(run)
-    commands = [record.get("command") or [""] for record in starts] or [[""]]
-    if any(Path(command[0]).name != "trainval.py" for command in commands):
+    paths = (run.path / "attempts" / f"{number:03d}" / ENV for number in range(1, run.attempts + 1))
+    starts = [record for path in paths if isinstance(record := read_json(path, RunError, None), dict)]
+    commands = [record.get("command") or [""] for record in starts]
+    if not commands or any(Path(command[0]).name != "trainval.py" for command in commands):
         return [], [f"{run.path}: the options of its start were not recorded. Give those such as --micro_batch again."]
-    choices = [repeated_options(args, command, ROOT) for command in commands]
-    options, problems = choices[-1], []
+    choices = [_repeated_options(args, command) for command in commands]
     processes = [recorded_processes(record.get("variables", {})) for record in starts]
+    options, problems = choices[-1], []
     if any(each != (options, processes[-1]) for each in zip(choices, processes, strict=True)):
         problems.append("its starts had different options or numbers of processes, and this one has those of the last")
+    engines = [event.get("engine") for event in ledger.read(run.path) if event["event"] == "start"]
     is_sharded = args.deepspeed or args.fsdp or {"--deepspeed", "--fsdp"}.intersection(options)
-    engine = engine_of_last_start(run)
-    if engine not in (None, "replicated", "evaluation") and not is_sharded:
-        problems.append(f"its engine {engine} was not chosen by an option. Add --deepspeed FILE or --fsdp")
-    file = options[options.index("--deepspeed") + 1] if "--deepspeed" in options else ""
-    if Path(file).is_absolute():
-        problems.append(f"the content of {file} was not recorded, and this one has the present one")
+    if engines and engines[-1] not in (None, "replicated", "evaluation") and not is_sharded:
+        problems.append(f"its engine {engines[-1]} was not chosen by an option. Add --deepspeed FILE or --fsdp")
+    files = filter(os.path.isabs, options)
+    problems += [f"the content of {file} was not recorded, and this one has the present one" for file in files]
     return options, [f"{run.path}: the numbers can differ: {'; '.join(problems)}."] if problems else []
+
+
+def _repeated_options(args: argparse.Namespace, command: Sequence[str]) -> list[str]:
+    """The options of a recorded command of trainval.py that change numbers, but for those that `args` has itself.
+    A settings file of the project is relative, so that the recreated code uses its own."""
+    old_args = arguments.make_parser("", ROOT).parse_known_args(command[1:])[0]
+    is_sharded = any(getattr(args, name) for name in _SHARDING)
+    words = []
+    for name in _OPTIONS if is_sharded else (*_SHARDING, *_OPTIONS):
+        value = getattr(old_args, name)
+        if isinstance(value, Path):
+            value = (ROOT / value).resolve()
+            value = value.relative_to(ROOT) if value.is_relative_to(ROOT) else value
+        if value and not getattr(args, name):
+            words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+    return words
 
 
 def recreate(run: SavedRun, folder: Path, root: Path = ROOT) -> Path:
@@ -153,8 +132,8 @@ def recreate(run: SavedRun, folder: Path, root: Path = ROOT) -> Path:
             folder.parent.mkdir(parents=True, exist_ok=True)
         # By force, as the folder can have been removed by hand. No prune, which would forget other worktrees, too.
         _run(top, "worktree", "add", "--force", "--quiet", "--detach", str(folder), run.env["commit"])
-        if patch := _patch(run):
-            _run(folder, "apply", "--whitespace=nowarn", "-", text=patch)
+        if run.patch:
+            _run(folder, "apply", "--whitespace=nowarn", "-", text=run.patch)
     if code_digest.__wrapped__(folder / inside) != digest:  # not the cached one of an earlier call
         raise RunError(
             f"{folder}: its code is not that of {run.name[:8]}. Remove it with `git worktree remove --force {folder}`."
@@ -170,13 +149,11 @@ def _check(run: SavedRun, root: Path) -> tuple[str, Path, str]:
         RunError: no commit, patch or digest was recorded, or not all changes, or there is no git or no such commit; or
             several versions of the code trained the run.
     """
-    digests = dict.fromkeys(ledger.codes_of_starts(run.path, _NEWEST))
-    if not digests:
-        raise RunError(f"{run.path}: no start with code is recorded, so it cannot be repeated. Run it with -e.")
-    if len(digests) > 1:
-        raise RunError(f"{run.path}: {len(digests)} versions of the code trained it. Choose a run with one version.")
+    digests = set(ledger.codes_of_starts(run.path, sys.maxsize))
+    if len(digests) != 1:
+        raise RunError(f"{run.path}: {len(digests)} versions of its code are recorded, not one. Choose another run.")
     with tempfile.TemporaryDirectory() as scratch:
-        git = _open(root, Path(scratch), run)
+        git = _open(root, Path(scratch))
         _tree(git, run)
         inside = os.path.relpath(root.resolve(), git.folder.resolve())
     unknown = [each["name"] for each in run.env.get("omitted", []) if "reason" not in each or _runs(each, inside)]
@@ -185,7 +162,7 @@ def _check(run: SavedRun, root: Path) -> tuple[str, Path, str]:
         raise RunError(
             f"{run.path}: changes of {', '.join(unknown)} were not recorded. Commit them, and run it again with -e."
         )
-    return next(iter(digests)), git.folder, inside
+    return digests.pop(), git.folder, inside
 
 
 def _runs(file: Mapping[str, str], inside: str) -> bool:
@@ -197,11 +174,8 @@ def _runs(file: Mapping[str, str], inside: str) -> bool:
     return name.suffix == ".py" or name.parts[0] in ("src", "resources")
 
 
-def _open(root: Path, scratch: Path, run: SavedRun) -> Git:
-    """Git that only reads the repository of `root`. RunError without a repository, or without the commit of `run`."""
-    commit = run.env.get("commit")
-    if not isinstance(commit, str):
-        raise RunError(f"{run.path}: no commit is recorded: the code was in no git repository. Run it with -e.")
+def _open(root: Path, scratch: Path) -> Git:
+    """Git that only reads the repository of `root`. ConfigError without a repository."""
     try:
         return Git(root, scratch)
     except (OSError, subprocess.SubprocessError):
@@ -209,37 +183,34 @@ def _open(root: Path, scratch: Path, run: SavedRun) -> Git:
 
 
 def _tree(git: Git, run: SavedRun) -> str:
-    """The tree object with the code of `run`."""
-    commit, patch = run.env.get("commit"), _patch(run)
+    """The tree object with the code of `run`. RunError if its commit or changes are not recorded, or do not fit."""
+    commit = run.env.get("commit")
+    if not commit:
+        raise RunError(f"{run.path}: no commit is recorded: the code was in no git repository. Run it with -e.")
+    if not run.patch and run.env.get("dirty") is not False and not run.env.get("omitted"):
+        raise RunError(f"{run.path}: it has no {DIFF}, but its code had changes. Run it with -e.")
     try:
         git("read-tree", f"{commit}^{{commit}}")
     except (OSError, subprocess.SubprocessError):
         raise RunError(f"{run.path}: commit {commit} is not in {git.folder}. Fetch its branch.") from None
     try:
-        if patch:
-            git("apply", "--cached", "--whitespace=nowarn", "-", text=patch)
+        if run.patch:
+            git("apply", "--cached", "--whitespace=nowarn", "-", text=run.patch)
         return os.fsdecode(git("write-tree")).strip()
     except (OSError, subprocess.SubprocessError):
         raise RunError(f"{run.path}: its {DIFF} does not fit commit {commit}. The file was changed.") from None
 
 
-def _patch(run: SavedRun) -> bytes:
-    """The recorded patch; empty for code without changes. RunError if there were changes without a patch."""
-    try:
-        return read_bytes(run.path / "attempts" / f"{run.attempts:03d}" / DIFF)
-    except FileNotFoundError:
-        if run.env.get("dirty") is not False and not run.env.get("omitted"):
-            raise RunError(f"{run.path}: it has no {DIFF}, but its code had changes. Run it with -e.") from None
-        return b""
-
-
-def _ancestors(run: SavedRun) -> list[SavedRun]:
+def _link_ancestors(run: SavedRun, runs: Path) -> None:
+    """Link the save directories of all ancestors in the folder `runs`."""
     names = parent_ids(run.exp)
     for name in names:  # grows
         parent = SavedRun(run.path.parent / name)
         if parent.path.is_dir():
             names += [each for each in parent_ids(parent.exp) if each not in names]
-    return [SavedRun(run.path.parent / name) for name in names if (run.path.parent / name).is_dir()]
+            with writing(runs):
+                if not os.path.lexists(runs / name):
+                    (runs / name).symlink_to(parent.path.resolve())
 
 
 def _run(folder: Path, *arguments: str, text: bytes = b"") -> None:

@@ -5,6 +5,7 @@ A recipe calls `require_text` when it is loaded, `checks` before a start, and `t
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from src.evaluation.config import Answers, SampledAnswers
@@ -130,12 +131,11 @@ def train_on_text(recipe: TrainingRecipe, run: Run, how: TextTraining) -> None:
     is_sharded = recipe.loop is not None and bool(run.options.fsdp or run.options.deepspeed)
     score_tasks = harness and harness.scorer(run.places, model, tokenizer, recipe.micro_batch, is_sharded)
 
-    sizes = tokenizers.token_bytes(tokenizer) if how.bits_per_byte else None
-    token_bytes = None if sizes is None else torch.tensor(sizes)
+    token_bytes = tokenizers.token_bytes(tokenizer) if how.bits_per_byte else None
     val_parts = getattr(val, "parts", {"": val})
 
     def evaluate(accelerator: Any, samples: list[SampleSums] | None = None) -> dict[str, float]:
-        table = None if token_bytes is None else token_bytes.to(accelerator.device)
+        table = None if token_bytes is None else torch.tensor(token_bytes, device=accelerator.device)
         scorer = Scorer(model, tokenizer, loss, recipe.micro_batch, accelerator.device, how.accuracy, count, table)
         summing = replace(scorer, loss=recipe.in_chunks(loss))
         of_tokens = None if reported_sums or how.count else samples  # else the loss is no mean over tokens
@@ -160,10 +160,8 @@ def train_on_text(recipe: TrainingRecipe, run: Run, how: TextTraining) -> None:
     finish = None if recipe.loop else lambda _: {}
     if score_tasks and harness and harness.at == "end":
         finish = lambda _: score_tasks()  # noqa: E731
-    last = validation_record.evaluate_and_write(run, val_parts, evaluate)
-    spec = TrainSpec(
-        model, about, train, inputs, recipe.training_loss(), evaluate, finish, count=count, evaluate_last=last
-    )
+    record = partial(validation_record.write, run, parts=val_parts)
+    spec = TrainSpec(model, about, train, inputs, recipe.training_loss(), evaluate, finish, count=count, record=record)
     recipe.fit_or_evaluate(spec, run)
 
 

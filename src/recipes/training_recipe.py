@@ -110,30 +110,30 @@ class TrainingRecipe(RecipeConfig):
         """The recipe with the steps of `loop.budget` instead of the budget; itself without a budget."""
         if self.loop is None or self.loop.budget is None:
             return self
-        lengths, per_step, why = self.data.batch_lengths(), dict[str, float | None](tokens=None, flops=None), ""
-        if lengths is None:
-            why = f"the batches of {self.data.name!r} data differ in length, so their tokens are unknown."
-        else:
-            per_step["tokens"] = self.loop.sequences_per_step * sum(lengths)
-            if self.loop.budget.flops:
-                per_step["flops"] = self._step_flops(places, self.loop.sequences_per_step)
-                why = "the operations of this model are unknown."
-        steps = self.loop.budget.steps(per_step, why)
+        lengths, sequences = self.data.batch_lengths(), self.loop.sequences_per_step
+        of_step, why = None, f"the batches of {self.data.name!r} data differ in length, so their tokens are unknown."
+        if lengths and self.loop.budget.tokens:
+            of_step = sequences * sum(lengths)
+        elif lengths:
+            from src.training.monitoring.flops import batch_flops
+
+            call_once(self.model.check, places)
+            model, batch = self._on_paper(places, sequences)
+            count, why = batch_flops(model), "the operations of this model are unknown."
+            of_step = count and count(batch)
+        steps = self.loop.budget.steps(of_step, why)
         raw = {**self.loop.model_dump(exclude_unset=True), "steps": steps, "budget": None}
         return self.model_copy(update={"loop": load(LoopConfig, raw, "loop")})
 
-    def _step_flops(self, places: Places, sequences: int) -> int | None:
-        """FLOPs of a training pass over `sequences`, without loading weights; None if unknown."""
+    def _on_paper(self, places: Places, sequences: int) -> tuple[Any, Any]:
+        """The model without its weights, and a batch of `sequences` of maximum length."""
         import torch
 
         from src.data.longest_batch import longest_batch
-        from src.training.monitoring.flops import batch_flops
 
-        call_once(self.model.check, places)
         with torch.device("meta"):
             model = self.model.build(replace(places, on_paper=True))
-        count = batch_flops(model)
-        return None if count is None else count(longest_batch(self.data, sequences, model.config))
+        return model, longest_batch(self.data, sequences, model.config)
 
     def check_precision(self, places: Places) -> None:
         """Raise ConfigError if weights have the other 16-bit type, or are trained in 16 bits."""
@@ -188,17 +188,12 @@ class TrainingRecipe(RecipeConfig):
         Raises:
             ConfigError: nothing is trained, or the estimate does not support a part of it.
         """
-        import torch
-
-        from src.data.longest_batch import longest_batch
         from src.training.parallel.memory_plan import Machines, plan
 
         loop = self.with_steps(places).loop
         if loop is None:
             raise ConfigError("--memory: the experiment has no loop, so nothing is trained. Remove --memory.")
-        with torch.device("meta"):
-            model = self.model.build(replace(places, on_paper=True))
-        batch = longest_batch(self.data, loop.micro_batch, model.config)
+        model, batch = self._on_paper(places, loop.micro_batch)
         return plan(model, self.training_loss(), batch, loop, Machines(**machines))
 
     def check_questions(self, places: Places) -> None:

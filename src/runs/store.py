@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 from src.errors import ConfigError, RunError
 from src.experiments.identity import check_values, exp_id
-from src.files import read_json, reading, write_json, writing
+from src.files import read_bytes, read_json, reading, write_json, writing
 from src.runs import lease
 from src.runs.lease import directory_lock
 from src.runs.scores import SCORES, last_row
@@ -176,6 +176,14 @@ class SavedRun:
         with reading(self.path):
             names = [entry.name for entry in (self.path / "attempts").glob("*") if re.fullmatch(r"\d{3,}", entry.name)]
         return max(map(int, names), default=0)
+
+    @cached_property
+    def patch(self) -> bytes:
+        """The uncommitted changes of the code at the last start; empty if there were none, or they are unknown."""
+        try:
+            return read_bytes(self.path / "attempts" / f"{self.attempts:03d}" / DIFF)
+        except FileNotFoundError:
+            return b""
 
     @cached_property
     def last_row(self) -> dict[str, Any]:

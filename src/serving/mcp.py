@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import wraps
 from pathlib import Path
@@ -22,13 +22,13 @@ from typing import Any
 
 from src.errors import ConfigError, UserError
 from src.experiments import expressions
-from src.experiments.config import top_level, unknown
+from src.experiments.config import unknown
 from src.experiments.registry import TABLES
 from src.files import ROOT, read_bytes, write_atomic, writing
 from src.launch import logs
 from src.runs import jsonl_records
 from src.runs.environment import now
-from src.runs.store import RunStore
+from src.runs.store import RunStore, SavedRun
 from src.support import documents
 from src.support.command_line import make_parser, parse_arguments, require_at_least, run_command
 from src.support.parsing import parse_json
@@ -39,9 +39,7 @@ LOG_FOLDER = "agent_logs"
 _WAIT_SECONDS, _COMMAND_SECONDS = 30.0, 600.0
 _STOP_MARK = b"agent\n"
 """Content of the files `stop` of the tool `stop`; those of persons are empty."""
-_ID = re.compile(r"[0-9a-f]{3,128}")
-_GROUP = re.compile(r"\w[\w./+-]*(\[\d{1,9}\])?", re.ASCII)
-_NAME = re.compile(r"[A-Za-z_][\w./@-]*", re.ASCII)
+_WORD = re.compile(r"\w[\w./@+-]*(\[\d{1,9}\])?", re.ASCII)
 _PATH = re.compile(r"[A-Za-z_]\w*(\.\w+|\[\d+\])*", re.ASCII)
 Json = dict[str, Any]
 
@@ -49,10 +47,11 @@ log = logging.getLogger(__name__)
 
 
 class Agent:
-    """The tools, each a method that returns a JSON document: that of its command, or `error/1`."""
+    """The tools. Each public method is one, and returns a JSON document: that of its command, or `error/1`."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.runs, self.data = options.savedir_base.resolve(), options.data_path.resolve()
+        self.runs = options.savedir_base.resolve()
+        self._places = ["-sb", str(self.runs), "--data_path", str(options.data_path.resolve())]
         self.can_run = "run" in options.allow
         self.max_runs, self.max_hours = options.max_runs, options.max_hours
         with writing(self.runs):
@@ -64,7 +63,7 @@ class Agent:
 
     def experiments(self, group: str) -> Json:
         """List the experiments of a group: ids, dicts, and what differs between them."""
-        return self._trainval("--list", "-e", known_group(group))
+        return self._trainval("--list", *option("-e", group))
 
     def fields(self, kind: str, name: str) -> Json:
         """Types and defaults of the settings of a component. kind: recipe, model, dataset, metric, reward, launcher."""
@@ -99,13 +98,11 @@ class Agent:
 
     def submit(self, job_config: str, group: str, changes: Json | None = None, where: str | None = None) -> Json:
         """Submit experiments to a launcher of job_configs.py."""
-        if job_config not in top_level("job_configs", "JOB_CONFIGS"):
-            raise unknown("job config", job_config, top_level("job_configs", "JOB_CONFIGS"), "job_config")
         if self.max_hours is not None:
             raise ConfigError("--max-hours: cannot limit jobs, which launchers restart. Use start, or only --max-runs.")
-        words = selection(group, changes, where)
+        words = [*selection(group, changes, where), *option("-j", job_config)]
         exp_ids = self._book("submit", words, 0.0)
-        return self._launch([*words, "-j", job_config], exp_ids, _WAIT_SECONDS)
+        return self._launch(words, exp_ids, _WAIT_SECONDS)
 
     def stop(self, exp_id: str) -> Json:
         """Stop a run that `start` started: it writes a checkpoint and ends."""
@@ -115,10 +112,11 @@ class Agent:
             raise ConfigError(
                 f"exp_id: {exp_id!r:.60} was not started here. Name one of {len(started_ids)} complete ids."
             )
+        file = self.runs / exp_id / "stop"
         with writing(self.runs):
-            (self.runs / exp_id).mkdir(exist_ok=True)
-            if not (self.runs / exp_id / "stop").exists():
-                write_atomic(self.runs / exp_id / "stop", _STOP_MARK)
+            file.parent.mkdir(exist_ok=True)
+            if not file.exists():
+                write_atomic(file, _STOP_MARK)
         return {"schema": "agent.stop/1", "exp_id": exp_id}
 
     def _withdraw_stop(self, exp_id: str) -> None:
@@ -143,61 +141,47 @@ class Agent:
         where: str | None = None,
     ) -> Json:  # fmt: skip
         """Means over seeds, best first. by: dotted keys of the rows. scores: names; default: all."""
-        more = [
-            *(["--by", *map(name_word, by)] if by else []),
-            *(["--scores", *map(name_word, scores)] if scores else []),
-        ]
-        return self._results("table", [], group, where, more)
+        words = [*option("-e", group), *option("--by", *(by or ())), *option("--scores", *(scores or ()))]
+        return self._results("table", *words, *condition(where))
 
     def diff(self, a: str, b: str) -> Json:
         """What differs between two runs: dict, code, environment, data, scores."""
-        return self._results("diff", [self._run(a), self._run(b)])
+        return self._results("diff", self._run(a), self._run(b))
 
     def lineage(self, group: str | None = None, exp_id: str | None = None) -> Json:
         """Parents and children of experiments."""
-        return self._results("lineage", [] if exp_id is None else [self._run(exp_id)], group)
+        return self._results("lineage", *([] if exp_id is None else [self._run(exp_id)]), *option("-e", group))
 
-    def compare(
-        self, base: str, candidates: list[str], metric: str = "val_loss", min_effect: float = 0.0
-    ) -> Json:  # fmt: skip
+    def compare(self, base: str, candidates: list[str], metric: str = "val_loss", min_effect: float = 0.0) -> Json:
         """Compare candidates with a base, paired by seed: difference, interval and verdict. Each is a group, or the id
         of a run, which stands for its experiment with all seeds. min_effect: in units of the metric."""
-        words = [*map(group_word, [base, *candidates]), "--metric", name_word(metric), f"--min-effect={min_effect}"]
-        return self._results("compare", words)
+        words = [*map(word, [base, *candidates]), *option("--metric", metric), f"--min-effect={min_effect}"]
+        return self._results("compare", *words)
 
     def progress(self, group: str, metric: str = "val_loss", min_effect: float = 0.0) -> Json:
         """The runs of a group in order of time, with the best so far."""
-        more = ["--metric", name_word(metric), f"--min-effect={min_effect}"]
-        return self._results("progress", [], group, more=more)
+        words = [*option("-e", group), *option("--metric", metric), f"--min-effect={min_effect}"]
+        return self._results("progress", *words)
 
     def _run(self, prefix: str) -> str:
         """The id that starts with `prefix`."""
-        names = RunStore(self.runs).ids(prefix) if _ID.fullmatch(prefix) else []
+        names = RunStore(self.runs).ids(prefix)
         if len(names) != 1:
             raise ConfigError(f"exp_id: {len(names)} runs have an id that starts with {prefix!r:.60}. Name one.")
         return names[0]
 
-    def _results(
-        self, name: str, words: Iterable[str], group: str | None = None, where: str | None = None,
-        more: Sequence[str] = (),
-    ) -> Json:  # fmt: skip
-        groups = [] if group is None else ["-e", group_word(group)]
-        return _run_json(["-m", f"results.{name}", *words, "-r", str(self.runs), *groups, *condition(where), *more])
+    def _results(self, name: str, *words: str) -> Json:
+        return _run_json(["-m", f"results.{name}", "-r", str(self.runs), *words])
 
     def _trainval(self, *words: str) -> Json:
         return _run_json(["trainval.py", *words, *self._places])
-
-    @property
-    def _places(self) -> list[str]:
-        return ["-sb", str(self.runs), "--data_path", str(self.data)]
 
     def _require_run(self, tool: str) -> None:
         if not self.can_run:
             raise ConfigError(f"{tool}: this server only reads. Start it with --allow run.")
 
     def _starts(self) -> list[Json]:
-        path = self.runs / AUDIT
-        return [row for row in jsonl_records.rows(path) if row.get("event") == "booked"] if path.exists() else []
+        return [row for row in jsonl_records.rows(self.runs / AUDIT) if row.get("event") == "booked"]
 
     def _book(self, tool: str, words: Sequence[str], hours: float) -> list[str]:
         """Check the plan, and count its runs against the limits; returns the ids to run."""
@@ -218,23 +202,21 @@ class Agent:
                 raise ConfigError(f"--max-runs {self.max_runs}: this would be run {runs}. Ask a person for more.")
             used_hours = sum(map(self._used_hours, rows))
             if self.max_hours is not None and used_hours + hours > self.max_hours:
-                rest = max(0.0, self.max_hours - used_hours)
+                rest = f"{max(0.0, self.max_hours - used_hours):.3g}"
                 raise ConfigError(
-                    f"--max-hours {self.max_hours:g}: {rest:.3g} hours are left. Set `hours` to at most that."
+                    f"--max-hours {self.max_hours:g}: {rest} hours are left. Set `hours` to at most that."
                 )
             records.append({"event": "booked", "when": now(), "tool": tool, "exp_ids": exp_ids, "hours": hours})
 
     def _used_hours(self, row: Json) -> float:
         """The hours of a start: until the last of its runs ended, and all booked hours if one has not."""
-        begin = datetime.fromisoformat(row["when"]).timestamp()
-        ends = [begin]
-        for run in (RunStore(self.runs)[exp_id] for exp_id in row["exp_ids"]):
-            if run.state_or_damage not in ("done", "failed", "stopped"):
-                return float(row["hours"])
-            ends.append(datetime.fromisoformat(run.status["updated"]).timestamp())
-        if max(ends) <= begin and row["exp_ids"]:
+        begin, runs = datetime.fromisoformat(row["when"]), [SavedRun(self.runs / exp_id) for exp_id in row["exp_ids"]]
+        if any(run.state_or_damage not in ("done", "failed", "stopped") for run in runs):
+            return float(row["hours"])
+        end = max((datetime.fromisoformat(run.status["updated"]) for run in runs), default=begin)
+        if end <= begin and runs:
             return float(row["hours"])  # not started yet: the states are those of an earlier start
-        return min(float(row["hours"]), (max(ends) - begin) / 3600)
+        return min(float(row["hours"]), (end - begin).total_seconds() / 3600)
 
     def _launch(self, words: Sequence[str], exp_ids: Sequence[str], wait_seconds: float) -> Json:
         """Run trainval.py in a session of its own, so that it outlives this server."""
@@ -261,26 +243,17 @@ class Agent:
         return content
 
 
-def known_group(name: str) -> str:
-    """`name` if it is a group of exp_configs.py, or an experiment GROUP[3]."""
-    groups = top_level("exp_configs", "EXP_GROUPS")
-    if group_word(name).partition("[")[0] not in groups:
-        raise unknown("group", name, groups, "group")
-    return name
+def word(text: str, where: str = "name") -> str:
+    """`text` if it can be a group, an id, a score or a dotted key, and is no option and no path outside this folder."""
+    if not _WORD.fullmatch(text) or ".." in text:
+        raise ConfigError(f"{where}: expected a name, got {text!r:.60}.")
+    return text
 
 
-def group_word(name: str) -> str:
-    """`name` if it can be a group, and is no option or path."""
-    if not _GROUP.fullmatch(name) or ".." in name:
-        raise ConfigError(f"group: expected the name of a group, got {name!r:.60}.")
-    return name
-
-
-def name_word(name: str) -> str:
-    """`name` if it can be a score or a dotted key, and is no option."""
-    if not _NAME.fullmatch(name):
-        raise ConfigError(f"name: expected a score or a dotted key, got {name!r:.60}.")
-    return name
+def option(name: str, *values: str | None) -> list[str]:
+    """The words of an option with these values; none without values."""
+    words = [word(value, name) for value in values if value is not None]
+    return [name, *words] if words else []
 
 
 def condition(where: str | None) -> list[str]:
@@ -295,9 +268,9 @@ def selection(group: str, changes: Mapping[str, Any] | None, where: str | None) 
     """The arguments that select experiments.
 
     Raises:
-        ConfigError: an unknown group, a malformed path or condition, or a value that can read files or run programs.
+        ConfigError: a malformed group, path or condition, or a value that can read files or run programs.
     """
-    words = ["-e", known_group(group), *condition(where)]
+    words = [*option("-e", group), *condition(where)]
     for path, value in (changes or {}).items():
         if not _PATH.fullmatch(path):
             raise ConfigError(f"changes: expected a dotted path such as loop.steps, got {path!r:.60}.")
@@ -356,10 +329,7 @@ def write_audit(agent: Agent, tool: Callable[..., Json]) -> Callable[..., Json]:
     return call
 
 
-TOOLS = (
-    *("groups", "experiments", "fields", "plan", "start", "submit", "stop", "status", "logs"),
-    *("table", "diff", "lineage", "compare", "progress"),
-)
+TOOLS = tuple(name for name in vars(Agent) if not name.startswith("_"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -52,11 +52,6 @@ def scope() -> Iterator[None]:
         _output, _steps, _warnings, sys.stdout = before
 
 
-def is_json() -> bool:
-    """Whether this command prints a document."""
-    return _output is not None
-
-
 def add_option(parser: argparse.ArgumentParser) -> None:
     """Add --json."""
     parser.add_argument(OPTION, action="store_true", help="print one JSON document, for programs")
@@ -78,20 +73,29 @@ def parsing(words: Sequence[str]) -> Iterator[None]:
         except SystemExit as stop:
             sys.stdout.write(text.getvalue())
             if stop.code:
-                match = _USAGE.fullmatch(text.getvalue().rstrip().rpartition(": error: ")[2])
-                where, problem = match.groups() if match else (None, "")
-                error = Mistake(kind="UsageError", where=where, found=problem, advice=None)
+                where, problem = _USAGE.findall(text.getvalue().rstrip().rpartition(": error: ")[2])[0]
+                error = Mistake(kind="UsageError", where=where or None, found=problem, advice=None)
                 show("error/1", {}, lambda: None, [error])
             raise
 
 
-def show(schema: str, content: Mapping[str, Any], write: Callable[[], object], errors: Sequence[Mistake] = ()) -> None:
-    """Print the document with --json; else call `write`, which prints the same as text."""
+def show(
+    schema: str,
+    content: Mapping[str, Any],
+    write: Callable[[], object],
+    errors: Sequence[Mistake] = (),
+    output: TextIO | None = None,
+) -> None:
+    """With --json, print the document, with paths as text and null for numbers that are not finite; else call `write`,
+    which prints the same as text. output: write the document there."""
     if _output is None:
         write()
-    else:
-        _output.write(dump(schema, content, errors))
-        _output.flush()
+        return
+    error, *more_errors = errors or [None]
+    rest = {"error": error, "more_errors": more_errors, "warnings": _warnings}
+    output = output or _output
+    output.write(json.dumps(plain({"schema": schema, **content, **rest}), indent=4, allow_nan=False) + "\n")
+    output.flush()
 
 
 def warn(lines: Iterable[str]) -> None:
@@ -129,13 +133,6 @@ def _split(kind: str, line: str) -> Mistake:
         where, rest = "", line
     problem, *advice = _ADVICE.split(rest, maxsplit=1)
     return Mistake(kind=kind, where=where or None, found=problem.rstrip("."), advice=advice[0] if advice else None)
-
-
-def dump(schema: str, content: Mapping[str, Any], errors: Sequence[Mistake] = ()) -> str:
-    """A document as JSON, with paths as text; numbers that are not finite are null."""
-    error, *more_errors = errors or [None]
-    rest = {"error": error, "more_errors": more_errors, "warnings": _warnings}
-    return json.dumps(plain({"schema": schema, **content, **rest}), indent=4, allow_nan=False) + "\n"
 
 
 def plain(value: Any) -> Any:

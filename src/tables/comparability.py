@@ -4,15 +4,16 @@ import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from src.errors import CheckpointError, ConfigError, RunError, UserError
-from src.files import read_bytes, read_json
+from src.files import read_json
 from src.runs import jsonl_records, ledger
 from src.runs.checkpoints import checkpoints
-from src.runs.store import DIFF, PERF, VALIDATION, SavedRun
+from src.runs.store import PERF, VALIDATION, SavedRun
 from src.tables.results import FINISHED, SEED, Row, config_keys, spell
 
 PER_BYTE = "val_bits_per_byte"
@@ -60,27 +61,24 @@ class Family:
         return [SavedRun(self.folder / row["exp_id"]) for row in self.rows]
 
 
-def families(rows: Iterable[Row], all_rows: Sequence[Row], folder: Path, seed: str = SEED) -> list[Family]:
+def families(rows: Sequence[Row], all_rows: Sequence[Row], folder: Path, seed: str = SEED) -> list[Family]:
     """`rows` grouped by their dicts without the seed. Parents that differ only in the seed count as equal.
 
     all_rows: every run of the folder, to look up parents.
     """
-    by_id = {row["exp_id"]: row for row in all_rows}
-    keys: dict[str, str] = {}
+    by_id = {row["exp_id"]: row for row in (*all_rows, *rows)}
 
-    def key_of(row: Row) -> str:
-        if row["exp_id"] not in keys:
-            values = [(key, value_of(row, key)) for key in sorted(config_keys(row)) if key != seed]
-            keys[row["exp_id"]] = hashlib.sha256(repr(values).encode()).hexdigest()
-        return keys[row["exp_id"]]
-
-    def value_of(row: Row, key: str) -> str:
-        is_parent = key.endswith("exp_id") and row[key] in by_id and row[key] != row["exp_id"]
-        return key_of(by_id[row[key]]) if is_parent else spell(row, key)
+    @cache
+    def digest(exp_id: str) -> str:
+        row = by_id[exp_id]
+        keys = [key for key in sorted(config_keys(row)) if key != seed]
+        parents = {key: row[key] for key in keys if key.endswith("exp_id") and row[key] in by_id}
+        values = [(key, digest(parents[key]) if key in parents else spell(row, key)) for key in keys]
+        return hashlib.sha256(repr(values).encode()).hexdigest()
 
     groups: dict[str, list[Row]] = {}
     for row in rows:
-        groups.setdefault(key_of(row), []).append(row)
+        groups.setdefault(digest(row["exp_id"]), []).append(row)
     return [Family(members, folder) for members in groups.values()]
 
 
@@ -93,16 +91,14 @@ def require_same_evaluation(base: Family, candidate: Family, metric: str) -> lis
     """
     metric = metric.replace("_ema", "")  # the same score of averaged weights
     warnings, per_token = [], metric != PER_BYTE
-    finished_ids = {row["exp_id"] for family in (base, candidate) for row in family.rows if row["state"] in FINISHED}
-    runs = [(family, run) for family in (base, candidate) for run in family.runs if run.name in finished_ids]
-    facts = [(run.name, _evaluation_facts(family, run, metric)) for family, run in runs]
-    for name in dict.fromkeys(name for _, of_run in facts for name in of_run):
+    rows = [(family, row) for family in (base, candidate) for row in family.rows]
+    facts = {row["exp_id"]: _evaluation_facts(family, row, metric) for family, row in rows if row["state"] in FINISHED}
+    for name in dict.fromkeys(name for of_run in facts.values() for name in of_run):
         if name == "tokenizer" and not per_token:
             continue
-        is_content = name.startswith(_CONTENT)
-        of_runs = [(run, of_run.get(name)) for run, of_run in facts if not is_content or name in of_run]
-        (first_run, first), *others = of_runs
-        for run, value in others:
+        of_runs = {run: each.get(name) for run, each in facts.items() if name in each or not name.startswith(_CONTENT)}
+        first_run, first = next(iter(of_runs.items()))
+        for run, value in of_runs.items():
             if value != first:
                 advice = (
                     "Compare val_bits_per_byte."
@@ -114,32 +110,26 @@ def require_same_evaluation(base: Family, candidate: Family, metric: str) -> lis
                 )
         if first is None:
             warnings.append(f"the {name} is not recorded in these runs, so it was not compared.")
-    settings = [
-        {key: row[key] for key in config_keys(row) if key.startswith("data.")}
-        for family in (base, candidate)
-        for row in family.rows
-    ]
-    tokenizers = {of_run.get("tokenizer") for _, of_run in facts}
-    is_same = all(each == settings[0] for each in settings) and len(tokenizers) == 1
-    sizes = [
-        (run, sum(record.get("bytes", record["tokens"])))
-        for family in (base, candidate)
-        for run, record in family.records.items()
+    data = [{key: row[key] for key in config_keys(row) if key.startswith("data.")} for _, row in rows]
+    tokenizers = {of_run["tokenizer"] for of_run in facts.values()}
+    is_same = all(each == data[0] for each in data) and len(tokenizers) == 1
+    sizes = {
+        run: sum(record.get("bytes", record["tokens"]))
+        for run, record in (base.records | candidate.records).items()
         if "bytes" in record or (per_token and record["tokens"])
-    ]
-    smallest, largest = (choose(sizes, key=lambda pair: pair[1], default=("", 1)) for choose in (min, max))
-    if largest[1] > (1 if is_same else _MAX_COVERAGE_RATIO) * smallest[1]:
+    }
+    smallest, largest = (choose(sizes, key=lambda run: sizes[run], default="") for choose in (min, max))
+    if sizes and sizes[largest] > (1 if is_same else _MAX_COVERAGE_RATIO) * sizes[smallest]:
         raise ConfigError(
-            f"{smallest[0]} and {largest[0]}: the amount of validation text differs: {smallest[1]} and {largest[1]}. "
+            f"{smallest} and {largest}: the amount of validation text differs: {sizes[smallest]} and {sizes[largest]}. "
             "Use the same validation data in both."
         )
     return warnings
 
 
-def _evaluation_facts(family: Family, run: SavedRun, metric: str) -> dict[str, Any]:
+def _evaluation_facts(family: Family, row: Row, metric: str) -> dict[str, Any]:
     """The evaluation of a run by name; None for unknown facts."""
-    row = next(row for row in family.rows if row["exp_id"] == run.name)
-    record = family.records.get(run.name)
+    run, record = SavedRun(family.folder / row["exp_id"]), family.records.get(row["exp_id"], {})
     inputs = training_inputs(run)
     settings = {
         key: row[key]
@@ -148,11 +138,11 @@ def _evaluation_facts(family: Family, run: SavedRun, metric: str) -> dict[str, A
     }
     return {
         "evaluation code": evaluation_code(family, run),
-        "validation data": record["data"] if record else inputs.get("data"),
+        "validation data": record.get("data", inputs.get("data")),
         "settings of the evaluation": settings,
         "tokenizer": inputs.get("tokenizer"),
         **{name: value for name, value in inputs.items() if name.startswith(_CONTENT)},
-        **(record or {}).get("content", {}),
+        **record.get("content", {}),
     }
 
 
@@ -178,8 +168,7 @@ def _shorten(value: Any) -> str:
 def training_inputs(run: SavedRun) -> dict[str, Any]:
     """Fingerprints of the inputs of the training, from the newest checkpoint; empty without a checkpoint."""
     for checkpoint in reversed(checkpoints.list_all(run.path)):
-        if (checkpoint / "state.json").exists():
-            state = read_json(checkpoint / "state.json", CheckpointError)
+        if state := read_json(checkpoint / "state.json", CheckpointError, None):
             inputs = state.get("inputs") if isinstance(state, dict) else None
             return inputs if isinstance(inputs, dict) else {}
     return {}
@@ -213,40 +202,29 @@ def _merge(facts: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 def _code(run: SavedRun) -> dict[str, Any]:
     """Commit, and the digest of the uncommitted changes at the last start; None without changes."""
-    try:
-        patch = read_bytes(run.path / "attempts" / f"{run.attempts:03d}" / DIFF)
-    except FileNotFoundError:
-        patch = b""
-    digest = hashlib.sha256(patch).hexdigest()[:12] if patch else None
+    digest = hashlib.sha256(run.patch).hexdigest()[:12] if run.patch else None
     return {"commit": run.env.get("commit"), "uncommitted changes": digest}
 
 
 def cost(family: Family) -> dict[str, float]:
     """Sums over the runs: "tokens", "flops" of the training, "seconds" of all attempts with evaluations. A value is
     missing if a run has not recorded it."""
-    totals: dict[str, float] = {}
     of_runs = [_run_cost(row, run.path) for row, run in zip(family.rows, family.runs, strict=True)]
-    for name in ("tokens", "flops", "seconds"):
-        values = [of_run[name] for of_run in of_runs if name in of_run]
-        if len(values) == len(of_runs):
-            totals[name] = sum(values)
-    return totals
+    names = [name for name in ("tokens", "flops", "seconds") if all(name in of_run for of_run in of_runs)]
+    return {name: sum(of_run[name] for of_run in of_runs) for name in names}
 
 
 def _run_cost(row: Row, path: Path) -> dict[str, float]:
     first_step = row.get("model.step") or 0  # of a continuation, whose counts include its parent's
     totals = {"tokens": row["tokens"]} if isinstance(row.get("tokens"), int) and not first_step else {}
     try:
-        rows = [entry for entry in jsonl_records.rows(path / PERF) if isinstance(entry.get("step"), int)]
-    except (UserError, FileNotFoundError):
+        entries = [entry for entry in jsonl_records.rows(path / PERF) if isinstance(entry.get("step"), int)]
+    except UserError:
         return totals
-    if not rows:
-        return totals
-    totals["seconds"] = sum(entry.get("seconds", 0.0) for entry in rows)
-    by_step = sorted({entry["step"]: entry for entry in rows}.items())  # a restart repeats steps
-    flops, before = 0.0, first_step
-    for step, entry in by_step:
-        if entry.get("steps_per_second") and "model_flops_per_second" in entry:
-            flops += entry["model_flops_per_second"] / entry["steps_per_second"] * (step - before)
-        before = step
-    return totals | ({"flops": flops} if flops else {})
+    by_step = {entry["step"]: entry for entry in entries}  # a restart repeats steps
+    flops = 0.0
+    for before, step in pairwise([first_step, *sorted(by_step)]):
+        if by_step[step].get("steps_per_second") and "model_flops_per_second" in by_step[step]:
+            flops += by_step[step]["model_flops_per_second"] / by_step[step]["steps_per_second"] * (step - before)
+    seconds = {"seconds": sum(entry.get("seconds", 0.0) for entry in entries)} if entries else {}
+    return totals | seconds | ({"flops": flops} if flops else {})

@@ -64,7 +64,7 @@ def show(
         documents.show(schema, content, write, errors)
         return
     with contextlib.redirect_stdout(io.StringIO()) as text:
-        sys.stdout.write(documents.dump(schema, content, errors)) if documents.is_json() else write()
+        documents.show(schema, content, write, errors, text)
     write_page(output, text.getvalue())
 
 

@@ -180,7 +180,7 @@ def _aggregate_group(
 
 
 @cache
-def t_975(freedom: int) -> float:
+def t_975(freedom: float) -> float:
     """The 0.975 quantile of Student's t with `freedom` >= 1 degrees of freedom."""
     from scipy.special import stdtrit
 

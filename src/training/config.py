@@ -44,14 +44,13 @@ class Budget(Config):
             raise ValueError("set exactly one of tokens and flops.")
         return self
 
-    def steps(self, per_step: Mapping[str, float | None], why_unknown: str) -> int:
-        """Optimizer steps. per_step: tokens and FLOPs of a step; None if unknown.
+    def steps(self, of_step: float | None, why_unknown: str) -> int:
+        """Optimizer steps. of_step: tokens or FLOPs of a step; None if unknown.
 
         Raises:
             ConfigError: the unit is unknown, or the budget is less than one step.
         """
         unit, budget = ("tokens", self.tokens) if self.tokens else ("flops", self.flops)
-        of_step = per_step[unit]
         if not of_step or budget is None:
             raise ConfigError(f"loop.budget.{unit}: {why_unknown} Set loop.steps instead.")
         if budget < of_step:

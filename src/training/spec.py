@@ -11,7 +11,7 @@ from src.experiments.dataset_protocols import Dataset
 from src.training.checkpointing.checkpoint import CheckpointMetadata
 from src.training.loss import Loss
 from src.training.parallel.engine import Engine
-from src.training.validation import count_loss_tokens
+from src.training.validation import SampleSums, count_loss_tokens
 
 
 class Experience(Protocol):
@@ -53,8 +53,9 @@ class TrainSpec:
     """Fingerprints of the training's inputs by name. They must not change between starts."""
     loss: Loss
     """(model, batch) -> summed loss, and optional named sums to report; see `training.loss.Loss`."""
-    evaluate: Callable[[Accelerator], Mapping[str, float]]
-    """Scores of the current model, equal on every rank. Called on every rank, in eval mode."""
+    evaluate: Callable[..., Mapping[str, float]]
+    """(accelerator) -> scores of the current model, equal on every rank. Called on every rank, in eval mode. With
+    `record`, (accelerator, samples), a list to which it adds the `SampleSums` of all samples, if it knows them."""
     finish: Callable[[Accelerator], Mapping[str, float]] | None = None
     """Like `evaluate`, but called after the last checkpoint is written; called again if interrupted."""
     finish_with_best: bool = False
@@ -66,11 +67,14 @@ class TrainSpec:
     experience: Experience | None = None
     dropout: bool = True
     """Whether the model trains with dropout. False for policies, as ratios must refer to the sampling distribution."""
-    evaluate_last: Callable[[Accelerator, int], Mapping[str, float]] | None = None
-    """Like `evaluate`, for the evaluation at the last step; also records it. int: finished optimizer steps."""
+    record: Callable[..., None] | None = None
+    """(finished steps, samples): records the evaluation at the last step. Collective."""
 
     def scores(self, accelerator: Accelerator, last_step: int | None) -> dict[str, float]:
         """Evaluate the model. last_step: finished steps, if this can be the last evaluation."""
-        if last_step is None or self.evaluate_last is None:
+        if last_step is None or self.record is None:
             return dict(self.evaluate(accelerator))
-        return dict(self.evaluate_last(accelerator, last_step))
+        samples: list[SampleSums] = []
+        scores = dict(self.evaluate(accelerator, samples))
+        self.record(last_step, samples=samples)
+        return scores

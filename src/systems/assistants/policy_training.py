@@ -5,6 +5,7 @@ A recipe calls `require_rollouts` when it is loaded, `checks` before it starts a
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from src.errors import ConfigError
@@ -234,7 +235,7 @@ def train_policy(recipe: TrainingRecipe, run: Run, scoring: Scoring, method: Pol
         count=method.count,
         experience=experience,
         dropout=False,
-        evaluate_last=validation_record.evaluate_and_write(run, {"": val}, evaluate),
+        record=partial(validation_record.write, run, parts={"": val}),
     )
     fit(spec, run, recipe.loop, recipe.seed)
 

@@ -1,6 +1,7 @@
 """Train and evaluate models that answer questions, for the recipes `crossattn`, `prompted` and `fid`."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from src.evaluation.config import Answers, Inference
@@ -119,6 +120,6 @@ def train_on_questions(
         return scores
 
     about = CheckpointMetadata(resolved_dict(recipe.model), tokenizer)
-    last = validation_record.evaluate_and_write(run, {"": val}, evaluate)
-    spec = TrainSpec(model, about, train, inputs, recipe.training_loss(), evaluate, finish, evaluate_last=last)
+    record = partial(validation_record.write, run, parts={"": val})
+    spec = TrainSpec(model, about, train, inputs, recipe.training_loss(), evaluate, finish, record=record)
     recipe.fit_or_evaluate(spec, run)

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pydantic import model_validator
@@ -210,9 +211,9 @@ class Config(TrainingRecipe):
             return scores
 
         about = CheckpointMetadata(resolved_dict(self.model), tokenizer)
-        last = validation_record.evaluate_and_write(run, {data.task.name: data for data in val}, evaluate)
+        record = partial(validation_record.write, run, parts={data.task.name: data for data in val})
         loss = self.training_loss()
-        spec = TrainSpec(model, about, train, inputs, loss, evaluate, finish, finish_with_best=best, evaluate_last=last)
+        spec = TrainSpec(model, about, train, inputs, loss, evaluate, finish, finish_with_best=best, record=record)
         self.fit_or_evaluate(spec, run)
 
 
