@@ -69,6 +69,14 @@ def report(capsys: pytest.CaptureFixture[str], runs: Path, *words: str) -> dict[
     return json.loads(capsys.readouterr().out)
 
 
+def in_any_order(content: dict[str, Any]) -> dict[str, Any]:
+    """The report with ids and seeds sorted: those that were selected are first."""
+    sides = [content["base"], *content["candidates"]]
+    for side in sides:
+        side.update({name: sorted(side[name]) for name in ("exp_ids", "seeds")})
+    return content
+
+
 def refusal(capsys: pytest.CaptureFixture[str], runs: Path, *words: str) -> str:
     assert compare.main([*words, "--runs", str(runs)]) == 1
     return capsys.readouterr().err
@@ -208,10 +216,10 @@ def test_seeds_of_the_base_that_were_left_out_count(tmp_path: Path, capsys: pyte
 def test_expressions_select_experiments_with_all_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     add(tmp_path, 0.1, BASE)
     add(tmp_path, 0.2, [0.8, 0.9, 1.9])
-    expected = report(capsys, tmp_path, "rate0.1", "rate0.2")
+    expected = in_any_order(report(capsys, tmp_path, "rate0.1", "rate0.2"))
     assert expected["candidates"][0]["verdict"] == "not distinguishable"
     for expression in ("val_loss < 1.0", "loop.learning_rate == 0.2 and seed < 2"):
-        assert report(capsys, tmp_path, "rate0.1", expression) == expected
+        assert in_any_order(report(capsys, tmp_path, "rate0.1", expression)) == expected
 
 
 @pytest.mark.parametrize("state", ["stopped", "running"])
@@ -403,9 +411,9 @@ def test_a_training_that_stopped_because_it_diverged_is_worse(tmp_path: Path, ca
 
 def test_words_select_groups_runs_ids_and_expressions(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     base, other = add(tmp_path, 0.1, BASE), add(tmp_path, 0.2, [0.8, 0.9, 1.0], higher=0.5)
-    expected = report(capsys, tmp_path, "rate0.1", "rate0.2")
+    expected = in_any_order(report(capsys, tmp_path, "rate0.1", "rate0.2"))
     for word in (other[1], other[2][:10], str(tmp_path / other[0]), "loop.learning_rate > 0.1"):
-        assert report(capsys, tmp_path, base[1], word) == expected
+        assert in_any_order(report(capsys, tmp_path, base[1], word)) == expected
     assert report(capsys, tmp_path, base[1], "recipe == 'toy'") == expected  # the base is not a candidate
     for number, run in enumerate(other):
         row = {"step": 4, "val_loss": 1.0, "em": 0.5 + number / 100, "tokens": 100}
