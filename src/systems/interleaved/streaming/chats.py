@@ -177,10 +177,8 @@ def _messages(kinds: Sequence[int], texts: Sequence[str]) -> list[dict[str, Any]
         for kind, text in zip(kinds, texts, strict=True)
         if kind in ROLE_OF
     ]
-    return [
-        {"role": role, "content": [item for _, item in group]}
-        for role, group in groupby(items, key=lambda item: item[0])
-    ]
+    messages = groupby(items, key=lambda item: item[0])
+    return [{"role": role, "content": [item for _, item in group]} for role, group in messages]
 
 
 def _cut(text: str, begin: int, end: int, part: int, answers: Sequence[tuple[int, int]]) -> list[Span]:
