@@ -44,19 +44,19 @@ class _Encoder(SpanEncoder):
 class ChatTokens(TextTokens):
     """Tokenizes the texts of documents together with the chat template between them.
 
-    The ids of a part start with those of the template before it; an image's are only these. The last part ends with
-    the rest of the template.
+    The ids of a part start with those of the template before it, such as the end of the last message; an image's are
+    only these. The last part ends with the rest of the template.
     """
 
     is_chat = True
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerFast", where: str = "chat") -> None:
-        """where: path of the setting, for error messages.
+    def __init__(self, tokenizer: "PreTrainedTokenizerFast", style: str = "idefics3", where: str = "chat") -> None:
+        """style: see `TextTokens`. where: path of the setting, for error messages.
 
         Raises:
             DataError: the tokenizer has no chat template, or it cannot be trained with.
         """
-        super().__init__(tokenizer)
+        super().__init__(tokenizer, style)
         self.begin, self.end = [], []
         self._where, self._source = where, tokenizer.chat_template
         if not isinstance(self._source, str):
@@ -116,7 +116,17 @@ class ChatTokens(TextTokens):
             is_learned = any(begin <= place.start() < end for begin, end in answers)
             spans.append(Span(content, 2 * part + is_learned, controls=not place[1]))
             offset = place.end()
-        return [*spans, *_cut(text, offset, len(text), parts[-1], answers)] if parts else []
+        spans += _cut(text, offset, len(text), parts[-1], answers) if parts else []
+        return self._with_spaces([span for span in spans if span.text]) if self._adds_spaces else spans
+
+    def _with_spaces(self, spans: Sequence[Span]) -> list[Span]:
+        """Spans with a space between an image and a text, like those of transformers' Idefics2Processor."""
+        spaced = list[Span]()
+        for before, span in pairwise([Span("", 0), *spans]):
+            is_text = span.text != self._separator and not (span.text[0].isspace() or span.text[0] == "<")
+            spaced += [Span(" ", span.role)] if before.text == self._separator and is_text else []
+            spaced.append(span)
+        return spaced
 
     def _answer(self, messages: Sequence[Any], number: int, text: str) -> tuple[int, int] | None:
         """The range in `text` of message `number`, to its end token; None if it is not the assistant's."""
@@ -192,7 +202,7 @@ def _cut(text: str, begin: int, end: int, part: int, answers: Sequence[tuple[int
 
 def make_tokens(tokenizer: "PreTrainedTokenizerFast", style: str, is_chat: bool, where: str = "chat") -> TextTokens:
     """The tokens of a source's texts. style: see `ImagesConfig`. where: see `ChatTokens`."""
-    return ChatTokens(tokenizer, where) if is_chat else TextTokens(tokenizer, style)
+    return ChatTokens(tokenizer, style, where) if is_chat else TextTokens(tokenizer, style)
 
 
 def check_documents(where: str, shard_list: Manifest) -> None:

@@ -245,7 +245,7 @@ class Documents:
             if element.grid is not None:
                 image_ids = self.images.token_ids(element.grid)
                 ids = [*part_ids[element.part], *image_ids[len(image_ids) - element.image_tokens :]]
-                loss_mask = [False] * len(ids)
+                loss_mask = [*learned[element.part], *[False] * element.image_tokens]  # the end of an answer before it
                 image = self._image(document, element.part, part_contents, swaps)
                 content.images.append(self.images.config.frames(image, self._index(shard).max_pixels))
                 if len(content.images[-1]) != element.grid.frames:

@@ -290,6 +290,8 @@ class _Builder:
             for part, content in zip(texts, self._contents(texts), strict=True):
                 reason = unread_text(content.decode())
                 has_text |= part.kind == TEXT and not reason
+                if self.fields and self.fields.has_messages:
+                    continue
                 if reason and part.pick:
                     self._pass_over(reason, f"{endings[part.member]}:", len(content))
                 elif reason:
