@@ -70,10 +70,10 @@ def prepare(
     made_from = {"command": COMMAND, "script": command.digest_files([__file__]), "scikit-learn": sklearn.__version__}
     for split, count in (("train", pages), ("val", val_pages)):
         how = Writing(per_shard, "digits", texts=texts)
-        made = make_pages(images, labels, parts[split], count, split)
+        documents = make_pages(images, labels, parts[split], count, split)
         manifests = write(
             folder / split,
-            map(as_chat, made) if chats else made,
+            map(as_chat, documents) if chats else documents,
             {**made_from, "pages": count, "split": split},
             how,
         )
@@ -107,9 +107,9 @@ def make_pages(
 
 def as_chat(page: Document) -> Document:
     """A page as a conversation: the user asks for what the page says of its images."""
-    *shown, digits, numbers, total, number = page.parts
-    read = [Part("prompt", part.content) if part.kind == "text" else part for part in shown]
-    return Document(page.key, [*read, digits, numbers, total, number])
+    *parts, digits, numbers, total, number = page.parts
+    question = [Part("prompt", part.content) if part.kind == "text" else part for part in parts]
+    return Document(page.key, [*question, digits, numbers, total, number])
 
 
 def _tokenizer(folder: Path, chats: bool) -> Any:
@@ -121,9 +121,9 @@ def _tokenizer(folder: Path, chats: bool) -> Any:
         begin, end = CHAT_TOKENS if chats else (None, END_OF_TEXT)
         trained = train_byte_level_bpe(lines, VOCAB_SIZE, [token for token in (begin, end, PAD) if token])
         with files.new_directory(folder) as partial_folder:
-            made = PreTrainedTokenizerFast(tokenizer_object=trained, bos_token=begin, eos_token=end, pad_token=PAD)
-            made.chat_template = CHAT_TEMPLATE if chats else None
-            made.save_pretrained(partial_folder)
+            tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained, bos_token=begin, eos_token=end, pad_token=PAD)
+            tokenizer.chat_template = CHAT_TEMPLATE if chats else None
+            tokenizer.save_pretrained(partial_folder)
     return AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 

@@ -77,7 +77,7 @@ def load(source: str | Path, extra: Sequence[str] = (), end_token: str | None = 
 def _processor_template(source: str | Path) -> str | None:
     """The template in chat_template.json, where processors of older models have it; they prefer it to the
     tokenizer's."""
-    from transformers.utils import cached_file
+    from transformers.utils.hub import cached_file
 
     path = cached_file(
         str(source),

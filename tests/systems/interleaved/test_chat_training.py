@@ -57,11 +57,11 @@ def test_scores_are_those_of_answers(folder: Path):
     tokenizer = prepared_tokenizer.load(folder / "data" / "digit_chats" / "tokenizer", experiment.model.new_tokens())
     val = experiment.data.build(places, tokenizer, "val", 0)
     rows = [val.sample(0, number) for number in range(len(val))]
-    learned = [token for row in rows for token, on in zip(row.input_ids, row.loss_mask, strict=True) if on]
-    words = tokenizer.decode(learned).replace(tokenizer.eos_token, "").replace(".", "").split()
+    labels = [token for row in rows for token, on in zip(row.input_ids, row.loss_mask, strict=True) if on]
+    words = tokenizer.decode(labels).replace(tokenizer.eos_token, "").replace(".", "").split()
     assert len(words) > 24
     assert all(word.isdecimal() for word in words), "nothing but digits and sums"
-    assert learned.count(tokenizer.eos_token_id) == 2 * 12
+    assert labels.count(tokenizer.eos_token_id) == 2 * 12
 
 
 @pytest.mark.slow
@@ -72,8 +72,8 @@ def test_killed_training_ends_with_the_same_bits(folder: Path, tmp_path: Path):
     done = toy.run(root, ["-e", "chat"], tmp_path)
     assert done.returncode == 0, done.stderr
     weights = "checkpoints/step-00000008/model.safetensors"
-    whole, resumed = (where / "runs" / exp_id(CHAT) / weights for where in (folder, tmp_path))
-    assert whole.read_bytes() == resumed.read_bytes()
+    whole, again = (where / "runs" / exp_id(CHAT) / weights for where in (folder, tmp_path))
+    assert whole.read_bytes() == again.read_bytes()
 
 
 def test_a_tokenizer_without_template_is_found_by_a_dry_run(
@@ -109,9 +109,9 @@ def test_export_answers_with_the_template_of_the_training(folder: Path, tmp_path
     assert processor.chat_template == digit_pages.CHAT_TEMPLATE
     image = Image.new("RGB", (8, 8), (9, 99, 200))
     question = {"type": "text", "text": "The digits are"}
-    asked = [{"role": "user", "content": [{"type": "image", "image": image}, question]}]
+    messages = [{"role": "user", "content": [{"type": "image", "image": image}, question]}]
     options = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
-    inputs = processor.apply_chat_template(asked, add_generation_prompt=True, **options)
+    inputs = processor.apply_chat_template(messages, add_generation_prompt=True, **options)
     assert processor.decode(inputs["input_ids"][0]).endswith("The digits are<end_of_utterance>\nAssistant:")
     assert model.generation_config.eos_token_id == processor.tokenizer.convert_tokens_to_ids("<end_of_utterance>")
     ours, _ = load(folder / "runs" / exp_id(CHAT), Places(folder / "data", folder / "runs"))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 ROLE_OF = {SYSTEM: "system", IMAGE: "user", PROMPT: "user", TEXT: "assistant"}
 """Role of the message that a part belongs to, by its kind. Adjacent parts of one role are one message."""
-_REFUSED = (tar_index.NO_TEXT, tar_index.NO_FIELDS, tar_index.NO_CHAT, tar_index.OTHER_IMAGES)
+_BAD = (tar_index.NO_TEXT, tar_index.NO_FIELDS, tar_index.NO_CHAT, tar_index.OTHER_IMAGES)
 _MARK = "\x02"
 """Delimiter of a part's number, which replaces its text while the template is rendered."""
 _PLACE = re.compile(f"{_MARK}([0-9]+){_MARK}|{re.escape(images.IMAGE)}")
@@ -87,17 +87,17 @@ class ChatTokens(TextTokens):
         """
         texts = [b"" if kind == IMAGE else content or b"" for kind, content in zip(kinds, contents, strict=True)]
         texts = ["" if any(token in text for token in images.RESERVED) else text for text in map(bytes.decode, texts)]
-        ids, learned = [list[int]() for _ in kinds], [list[bool]() for _ in kinds]
+        ids, masks = [list[int]() for _ in kinds], [list[bool]() for _ in kinds]
         first = next((part for part, kind in enumerate(kinds) if kind in ROLE_OF), 0)
         for token, role in zip(*self._encoder.encode_roles(self._spans(kinds, texts)), strict=True):
             part = first if role < 0 else role // 2
             ids[part].append(token)
-            learned[part].append(role > 0 and role % 2 == 1)
+            masks[part].append(role > 0 and role % 2 == 1)
         for part, kind in enumerate(kinds):
             if kind == IMAGE:  # the separator
                 ids[part].pop()
-                learned[part].pop()
-        return ids, learned
+                masks[part].pop()
+        return ids, masks
 
     def _spans(self, kinds: Sequence[int], texts: Sequence[str]) -> list[Span]:
         """The text of a conversation as spans with the roles of `_Encoder`; a separator is at the place of each
@@ -111,22 +111,22 @@ class ChatTokens(TextTokens):
         answers = [answer for answer in answers if answer]
         spans, offset = list[Span](), 0
         for part, place in zip(parts, places, strict=True):
-            spans += _cut(text, offset, place.start(), part, answers)
+            spans += _template_spans(text, offset, place.start(), part, answers)
             content = texts[part] if place[1] else self._separator
             is_learned = any(begin <= place.start() < end for begin, end in answers)
             spans.append(Span(content, 2 * part + is_learned, controls=not place[1]))
             offset = place.end()
-        spans += _cut(text, offset, len(text), parts[-1], answers) if parts else []
+        spans += _template_spans(text, offset, len(text), parts[-1], answers) if parts else []
         return self._with_spaces([span for span in spans if span.text]) if self._adds_spaces else spans
 
     def _with_spaces(self, spans: Sequence[Span]) -> list[Span]:
         """Spans with a space between an image and a text, like those of transformers' Idefics2Processor."""
-        spaced = list[Span]()
+        result = list[Span]()
         for before, span in pairwise([Span("", 0), *spans]):
             is_text = span.text != self._separator and not (span.text[0].isspace() or span.text[0] == "<")
-            spaced += [Span(" ", span.role)] if before.text == self._separator and is_text else []
-            spaced.append(span)
-        return spaced
+            result += [Span(" ", span.role)] if before.text == self._separator and is_text else []
+            result.append(span)
+        return result
 
     def _answer(self, messages: Sequence[Any], number: int, text: str) -> tuple[int, int] | None:
         """The range in `text` of message `number`, to its end token; None if it is not the assistant's."""
@@ -168,16 +168,16 @@ class ChatTokens(TextTokens):
         """Raises DataError if the template cannot be trained with."""
         kinds, texts = [kind for kind, _ in _PROBE], [text for _, text in _PROBE]
         self._spans(kinds, texts)
-        marked = self._render(_messages(kinds, [f"{_MARK}{part}{_MARK}" for part in range(len(kinds))]))
-        expected = _PLACE.sub(lambda place: texts[int(place[1])] if place[1] else place.group(), marked)
+        text = self._render(_messages(kinds, [f"{_MARK}{part}{_MARK}" for part in range(len(kinds))]))
+        expected = _PLACE.sub(lambda place: texts[int(place[1])] if place[1] else place.group(), text)
         if self._render(_messages(kinds, texts)) != expected:
             raise DataError(f"{self._where}: the chat template changes the text of messages. Use one that does not.")
 
     @property
     def answer_ends(self) -> list[int]:
         """Ids of the control tokens that end an answer."""
-        ids, learned = self.encode_with_loss([PROMPT, TEXT], [b"?", b"?"])
-        return [token for token, is_learned in zip(ids[1], learned[1], strict=True) if is_learned][-1:]
+        ids, masks = self.encode_with_loss([PROMPT, TEXT], [b"?", b"?"])
+        return [token for token, is_learned in zip(ids[1], masks[1], strict=True) if is_learned][-1:]
 
 
 def _messages(kinds: Sequence[int], texts: Sequence[str]) -> list[dict[str, Any]]:
@@ -191,7 +191,7 @@ def _messages(kinds: Sequence[int], texts: Sequence[str]) -> list[dict[str, Any]
     return [{"role": role, "content": [item for _, item in group]} for role, group in messages]
 
 
-def _cut(text: str, begin: int, end: int, part: int, answers: Sequence[tuple[int, int]]) -> list[Span]:
+def _template_spans(text: str, begin: int, end: int, part: int, answers: Sequence[tuple[int, int]]) -> list[Span]:
     """Text of the template before a part, split at the borders of answers."""
     borders = sorted({begin, end, *(border for answer in answers for border in answer if begin < border < end)})
     return [
@@ -213,7 +213,7 @@ def check_documents(where: str, shard_list: Manifest) -> None:
         for number, (first, count, bad) in enumerate(records):
             roles = [role for role, _ in groupby(ROLE_OF[k] for k in kinds[first : first + count] if k in ROLE_OF)]
             turns = roles[roles[:1] == ["system"] :]
-            if bad in _REFUSED:
+            if bad in _BAD:
                 problem = REASONS[bad]
             elif bad == GOOD and (not turns or turns != ["user", "assistant"] * (len(turns) // 2)):
                 problem = f"its roles are {', '.join(roles) or 'none'}; expected user and assistant in turns"

@@ -238,14 +238,17 @@ class Documents:
         shard, number = self.locate(document)
         parts = self._index(shard).parts_of(number)
         part_contents = self._read_parts(shard, parts)
-        part_ids, learned = self._encode(parts, part_contents)
+        part_ids, part_masks = self._encode(parts, part_contents)
         content = Content(list(self.texts.begin) if piece.begins else [])
         content.loss_mask = [False] * len(content.ids)
         for element in piece.elements:
             if element.grid is not None:
                 image_ids = self.images.token_ids(element.grid)
                 ids = [*part_ids[element.part], *image_ids[len(image_ids) - element.image_tokens :]]
-                loss_mask = [*learned[element.part], *[False] * element.image_tokens]  # the end of an answer before it
+                loss_mask = [
+                    *part_masks[element.part],
+                    *[False] * element.image_tokens,
+                ]  # the end of an answer before it
                 image = self._image(document, element.part, part_contents, swaps)
                 content.images.append(self.images.config.frames(image, self._index(shard).max_pixels))
                 if len(content.images[-1]) != element.grid.frames:
@@ -255,7 +258,7 @@ class Documents:
                 if len(ids) != element.first + element.tokens + element.rest:
                     raise DataError("the tokens of a text differ from the index")
                 ids = ids[element.first : element.first + element.tokens]
-                loss_mask = learned[element.part][element.first : element.first + element.tokens]
+                loss_mask = part_masks[element.part][element.first : element.first + element.tokens]
             content.ids += ids
             content.loss_mask += loss_mask
         if piece.ends:

@@ -43,17 +43,17 @@ def text(content: str) -> dict[str, Any]:
     return {"type": "text", "text": content}
 
 
-def said(*contents: Any) -> list[dict[str, Any]]:
+def turns(*contents: Any) -> list[dict[str, Any]]:
     """Messages of the user and of the assistant in turns."""
     roles = ("user", "assistant")
     return [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
 
 
 CHATS: list[list[dict[str, Any]]] = [
-    said([IMAGE, text("What is it?")], [text("It is a cat.")]),
-    said([text("What are"), IMAGE, IMAGE, text(" these?")], [text("Cats")], [text("And"), IMAGE], [text("a\ndog. ")]),
-    said([text("Two"), text(" texts")], [text("One"), text(" answer")], [IMAGE], [text("")], [text("")], [text("?")]),
-    [{"role": "system", "content": [text("Be brief.")]}, *said([IMAGE, IMAGE], [text(" Äh \U0001f600")])],
+    turns([IMAGE, text("What is it?")], [text("It is a cat.")]),
+    turns([text("What are"), IMAGE, IMAGE, text(" these?")], [text("Cats")], [text("And"), IMAGE], [text("a\ndog. ")]),
+    turns([text("Two"), text(" texts")], [text("One"), text(" answer")], [IMAGE], [text("")], [text("")], [text("?")]),
+    [{"role": "system", "content": [text("Be brief.")]}, *turns([IMAGE, IMAGE], [text(" Äh \U0001f600")])],
 ]
 
 
@@ -166,8 +166,8 @@ def encode(processor: Any, messages: list[dict[str, Any]], **more: Any) -> Any:
 def test_ids_and_pixels_are_those_of_apply_chat_template(family: str, with_counts: bool, tmp_path: Path):
     tokenizer = make_tokenizer(family)
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    counted = ["--tokenizer", str(tmp_path / "tokenizer")] if with_counts else []
-    assert write_chats(tmp_path, CHATS, "train", *counted) == 0
+    count_words = ["--tokenizer", str(tmp_path / "tokenizer")] if with_counts else []
+    assert write_chats(tmp_path, CHATS, "train", *count_words) == 0
     data, processor = open_data(tmp_path, tokenizer, family), make_processor(family, tokenizer)
     has_counts = with_counts and family != "idefics2"  # an index does not know that it adds spaces
     assert (data.documents[0]._plan(0).tokens != []) == has_counts
@@ -203,9 +203,9 @@ def test_only_answers_and_their_end_tokens_are_learned(family: str, tmp_path: Pa
                 expected[begin:stop] = [True] * (stop - begin)
         row = data.sample(0, number)
         assert row.loss_mask == expected
-        learned = tokenizer.decode(learned_ids(row))
+        answer_text = tokenizer.decode(learned_ids(row))
         answers = ["".join(item["text"] for item in each["content"]) for each in chat if each["role"] == "assistant"]
-        assert re.sub(r"\s+", "", learned) == re.sub(r"\s+", "", "".join(f"{answer}{END}" for answer in answers))
+        assert re.sub(r"\s+", "", answer_text) == re.sub(r"\s+", "", "".join(f"{answer}{END}" for answer in answers))
 
 
 def test_text_of_the_user_changes_no_label(tmp_path: Path):
@@ -224,7 +224,7 @@ def test_text_of_the_user_changes_no_label(tmp_path: Path):
 
 def test_text_of_messages_is_never_a_control_token(tmp_path: Path):
     tokenizer = make_tokenizer("smolvlm")
-    messages = said([text(f"a {END}\nAssistant: b")], [text(f"c <|im_start|> {END} d")])
+    messages = turns([text(f"a {END}\nAssistant: b")], [text(f"c <|im_start|> {END} d")])
     assert write_chats(tmp_path, [messages]) == 0
     row = open_data(tmp_path, tokenizer).sample(0, 0)
     assert row.input_ids.count(tokenizer.convert_tokens_to_ids(END)) == 2, "those of the template"
@@ -249,10 +249,10 @@ def test_parts_of_tars_are_conversations(tmp_path: Path):
         write(tmp_path / "x" / split, [Document("0", parts)], {}, Writing(texts=texts))
     data = open_data(tmp_path, tokenizer)
     bind(DATASETS, config()).check(Places(tmp_path, tmp_path))
-    shown = {"type": "image", "image": Image.open(io.BytesIO(picture.content))}
+    image = {"type": "image", "image": Image.open(io.BytesIO(picture.content))}
     messages = [
         {"role": "system", "content": [text("Be brief.")]},
-        *said([shown, text("What?")], [text("A cat.")], [shown], [text("A")]),
+        *turns([image, text("What?")], [text("A cat.")], [image], [text("A")]),
     ]
     theirs = encode(make_processor("smolvlm", tokenizer), messages)
     assert data.sample(0, 0).input_ids == theirs["input_ids"][0].tolist()
@@ -268,8 +268,8 @@ def test_prompt_of_a_question_is_that_of_the_template(family: str, tmp_path: Pat
     assert val.num_questions == len(chats)
     for number, chat in enumerate(chats):
         turn = 1 + next(i for i, message in enumerate(chat) if message["role"] == "user")
-        asked = with_pictures(tmp_path, chat)[:turn]
-        expected = encode(processor, asked, add_generation_prompt=True)
+        question = with_pictures(tmp_path, chat)[:turn]
+        expected = encode(processor, question, add_generation_prompt=True)
         row = val.prompt(number)
         assert row.input_ids == expected["input_ids"][0].tolist()
         assert not any(row.loss_mask)
@@ -280,7 +280,7 @@ def test_prompt_of_a_question_is_that_of_the_template(family: str, tmp_path: Pat
 
 
 def test_conversations_longer_than_a_row_are_left_out(tmp_path: Path):
-    assert write_chats(tmp_path, [CHATS[0], said([text("x" * 90)], [text("y")])]) == 0
+    assert write_chats(tmp_path, [CHATS[0], turns([text("x" * 90)], [text("y")])]) == 0
     data = open_data(tmp_path, make_tokenizer("smolvlm"), sequence_tokens=60)
     assert [len(data.pieces(number)) for number in range(2)] == [1, 0]
     with pytest.raises(Problems, match=r"rules\.too_long"):
@@ -294,19 +294,19 @@ OTHER_IMAGES = "its messages have other images than the tar"
 @pytest.mark.parametrize(
     ("document", "reason"),
     [
-        (members("1", said([text("no answer")])), BAD),
-        (members("1", said([text("a")], [text("b")], [text("c")])), BAD),
-        (members("1", [*said([text("a")]), *said([text("b")], [text("c")])]), BAD),
+        (members("1", turns([text("no answer")])), BAD),
+        (members("1", turns([text("a")], [text("b")], [text("c")])), BAD),
+        (members("1", [*turns([text("a")]), *turns([text("b")], [text("c")])]), BAD),
         (members("1", [{"role": "tool", "content": "a"}]), BAD),
-        (members("1", said([text("a")], [IMAGE])), BAD),
-        (members("1", said([{"type": "video"}], [text("b")])), BAD),
-        (members("1", said([], [text("b")])), BAD),
-        (members("1", said([text("a <image>")], [text("b")])), BAD),
+        (members("1", turns([text("a")], [IMAGE])), BAD),
+        (members("1", turns([{"type": "video"}], [text("b")])), BAD),
+        (members("1", turns([], [text("b")])), BAD),
+        (members("1", turns([text("a <image>")], [text("b")])), BAD),
         (members("1", {}), BAD),
         (members("1", CHATS[0], images=2), OTHER_IMAGES),
         (members("1", CHATS[1], images=2), OTHER_IMAGES),
         (members("1", CHATS[0], images=0), OTHER_IMAGES),
-        (members("1", said([{"type": "image", "path": "gone.jpg"}], [text("b")]), images=0), OTHER_IMAGES),
+        (members("1", turns([{"type": "image", "path": "gone.jpg"}], [text("b")]), images=0), OTHER_IMAGES),
         ([("1.json", b"{")], "its JSON does not have the mapped fields"),
     ],
 )
@@ -412,7 +412,7 @@ def test_real_conversations_with_images(shared_data: Path, tmp_path: Path):
     bind(DATASETS, config()).check(Places(tmp_path, tmp_path))
     for number, chat in enumerate(chats):
         row = data.sample(0, number)
-        learned = tokenizer.decode(learned_ids(row))
+        answer_text = tokenizer.decode(learned_ids(row))
         answers = [message["content"] for message in chat["messages"] if message["role"] == "assistant"]
-        assert learned == "".join(f" {answer}{END}" for answer in answers)
+        assert answer_text == "".join(f" {answer}{END}" for answer in answers)
         assert len(row.frames) == len(chat["images"])

@@ -24,7 +24,7 @@ _ITEM_BITS = 24
 _PLACE, _BASE64 = "matched_text_index", "image_base64"
 _NAMES = ("image_name", "raw_url", "url")
 """Keys for the name of an image in a list of objects, as in mmc4."""
-UNNAMED = "\0"
+NO_NAME = "\0"
 """Start of the made-up name of an image without one in messages; its number follows."""
 
 
@@ -156,7 +156,7 @@ class Fields(StrictConfig):
             return None
         kind, value = value if entry.kind == MESSAGES else (entry.kind, value)
         if kind == "image" and isinstance(value, int):
-            return Item(number, place, f"{UNNAMED}{value}", kind)
+            return Item(number, place, f"{NO_NAME}{value}", kind)
         if kind == "image":
             return Item(number, place, "" if _is_embedded(value) else _image_name(value, entry), kind)
         _check_text(value, entry)

@@ -32,7 +32,7 @@ from src.systems.interleaved.streaming.tar_index import (
     contents_of,
     kind_and_position,
 )
-from src.systems.interleaved.streaming.tars.fields import UNNAMED, FieldError, Fields
+from src.systems.interleaved.streaming.tars.fields import NO_NAME, FieldError, Fields
 from src.systems.interleaved.streaming.tars.image_files import MAX_PIXELS, ImageError, image_size, open_image
 from src.systems.interleaved.streaming.tars.members import scan, split_names
 from src.systems.interleaved.streaming.tars.messages import ImagesError, MessagesError
@@ -271,7 +271,7 @@ class _Builder:
             matches[name] = places.get(base, places.get(base.removeprefix(f"{key}.")))
         unknown = [name for name in matches if matches[name] is None]
         positions = [(kind_and_position(ending), place) for ending, place in places.items()]
-        is_unnamed = any(name.startswith(UNNAMED) for name in unknown)
+        is_unnamed = any(name.startswith(NO_NAME) for name in unknown)
         numbered_images = sorted(
             (-1 if position is None else position, place)
             for (kind, position), place in positions

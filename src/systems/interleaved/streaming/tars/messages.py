@@ -35,7 +35,7 @@ def parts_of(messages: Sequence[Any], where: str) -> list[tuple[str, Any]]:
     parts, roles, images = list[tuple[str, Any]](), list[str](), 0
     for number, message in enumerate(messages):
         place = f"{where}: messages[{number}]"
-        role = message.get("role") if isinstance(message, dict) else None
+        role = str(message.get("role")) if isinstance(message, dict) else "none"
         expected = ("user", "system")[: 1 + (not roles)] if roles[-1:] != ["user"] else ("assistant",)
         if role not in expected:
             raise MessagesError(f"{place}: role: expected {' or '.join(expected)}, got {role!r}.")
