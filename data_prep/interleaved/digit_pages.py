@@ -118,6 +118,7 @@ def _tokenizer(folder: Path, chats: bool) -> Any:
 
     if not (folder / "tokenizer.json").is_file():
         lines = [*WORDS, "The digits are 0 1 2 3 4 5 6 7 8 9. Their sum is 45."] * 2
+        lines += ["User Assistant"] * 2 if chats else []
         begin, end = CHAT_TOKENS if chats else (None, END_OF_TEXT)
         trained = train_byte_level_bpe(lines, VOCAB_SIZE, [token for token in (begin, end, PAD) if token])
         with files.new_directory(folder) as partial_folder:
