@@ -64,6 +64,8 @@ INTERLEAVED_CHAT_TINY = override(
         "model.tokenizer": "digit_chats/tokenizer",
         "data.sources": {"digits": {"path": "digit_chats", "chat": True}},
         "data.rules": {"too_long": "drop"},
+        "data.sequence_tokens": 192,
+        "data.max_frames": 24,
     },
 )
 
