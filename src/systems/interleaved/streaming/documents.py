@@ -245,10 +245,7 @@ class Documents:
             if element.grid is not None:
                 image_ids = self.images.token_ids(element.grid)
                 ids = [*part_ids[element.part], *image_ids[len(image_ids) - element.image_tokens :]]
-                loss_mask = [
-                    *part_masks[element.part],
-                    *[False] * element.image_tokens,
-                ]  # the end of an answer before it
+                loss_mask = [*part_masks[element.part], *[False] * element.image_tokens]
                 image = self._image(document, element.part, part_contents, swaps)
                 content.images.append(self.images.config.frames(image, self._index(shard).max_pixels))
                 if len(content.images[-1]) != element.grid.frames:
@@ -312,7 +309,7 @@ class Documents:
             if kind == IMAGE:
                 grid, tokens = self.images.grid_and_tokens(plan.widths[first + part], plan.heights[first + part])
                 lead = counts[part]
-                shared = self.images.shared_tokens if elements and elements[-1].grid and not lead else 0
+                shared = self.images.shared_tokens if elements and elements[-1].grid else 0
                 elements.append(Element(part, kind, lead + tokens - shared, grid, template=lead))
             elif counts[part]:
                 elements.append(Element(part, kind, counts[part], None))

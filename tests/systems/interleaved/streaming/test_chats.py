@@ -307,6 +307,7 @@ OTHER_IMAGES = "its messages have other images than the tar"
         (members("1", CHATS[1], images=2), OTHER_IMAGES),
         (members("1", CHATS[0], images=0), OTHER_IMAGES),
         (members("1", turns([{"type": "image", "path": "gone.jpg"}], [text("b")]), images=0), OTHER_IMAGES),
+        (members("1", turns([{"type": "image", "path": "0.jpg"}], [text("b")]), images=2), OTHER_IMAGES),
         ([("1.json", b"{")], "its JSON does not have the mapped fields"),
     ],
 )
