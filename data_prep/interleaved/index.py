@@ -43,6 +43,7 @@ from src.files import reading, writing
 from src.support.command_line import require_at_least
 from src.support.parsing import parse_json
 from src.systems.interleaved.streaming import manifest, tar_index
+from src.systems.interleaved.streaming.chats import make_tokens
 from src.systems.interleaved.streaming.dataset import Config
 from src.systems.interleaved.streaming.manifest import Manifest, Shard
 from src.systems.interleaved.streaming.remote.transfer import PIPE, REMOTE, Source, source_of, transfer
@@ -109,9 +110,14 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="count the tokens of each text, so that a training plans its rows without reading a tar",
     )
+    add(
+        "--chat",
+        action="store_true",
+        help="count the tokens of conversations, with the tokenizer's chat template; implied by messages in --fields",
+    )
     mapping = (
         """members by kind: '{"image": ["input.jpg", "left.jpg"], "text": "json:caption"}' """
-        "(default: by suffix); needs --output"
+        '(default: by suffix), or a conversation: \'{"messages": "json:messages"}\'; needs --output'
     )
     add("--fields", metavar="JSON", help=mapping)
     most = "larger images make a document bad, without decoding them (default: %(default)s)"
@@ -350,9 +356,13 @@ def _shard(output: Path, one: ShardSource, index: tar_index.TarIndex) -> Shard:
 def _print(tars: Sequence[str], output: Path | None, source: str, processes: int, verify: bool, **more: Any) -> None:
     part, shards = _slice(more["slice"]), list_shards(tars)
     require_at_least(1, max_pixels=more["max_pixels"])
-    texts = TextTokens(tokenizers.load(more["tokenizer"])) if more["tokenizer"] else None
-    how = Making(verify, texts, _fields(more["fields"]), more["max_pixels"])
-    config = _data(more["data"])
+    fields, config = _fields(more["fields"]), _data(more["data"])
+    if more["chat"] and not more["tokenizer"]:
+        raise ConfigError("--chat: needs --tokenizer, whose chat template it uses. Add it.")
+    is_chat = more["chat"] or bool(fields and fields.has_messages)
+    loaded = tokenizers.load(more["tokenizer"]) if more["tokenizer"] else None
+    texts = None if loaded is None else make_tokens(loaded, "idefics3", is_chat, "--tokenizer")
+    how = Making(verify, texts, fields, more["max_pixels"])
     if config and not (output and texts):
         raise ConfigError("--data: needs --output and --tokenizer. Add them.")
     if output is None:

@@ -10,12 +10,13 @@ from src.data.orders import RankShare
 from src.data.text import tokenizers
 from src.errors import DataError
 from src.systems.interleaved.streaming import manifest, tar_index
+from src.systems.interleaved.streaming.chats import make_tokens
 from src.systems.interleaved.streaming.dataset import Config, StreamedDataset
 from src.systems.interleaved.streaming.documents import Documents
 from src.systems.interleaved.streaming.images import ImageTokens
 from src.systems.interleaved.streaming.shard_files import ShardFiles
 from src.systems.interleaved.streaming.tar_index import TarIndex
-from src.systems.interleaved.streaming.texts import TextTokens
+from src.systems.interleaved.streaming.tars.fields import MESSAGES
 
 _MAX_LINES = 100
 """Maximum number of lines about unread members. The rest are summed in one more line."""
@@ -161,7 +162,8 @@ def measure_rows(folder: Path, tokenizer: str, config: Config) -> dict[str, floa
         DataError: no document fits into a row, or the tokenizer is missing.
     """
     loaded, shard_manifest = tokenizers.load(tokenizer, config.images.special_tokens()), manifest.load(folder)
-    texts, images = TextTokens(loaded, config.images.style), ImageTokens(config.images, loaded)
+    is_chat = config.sources["tars"].chat or MESSAGES in shard_manifest.facts.get("fields", {})
+    texts, images = make_tokens(loaded, config.images.style, is_chat), ImageTokens(config.images, loaded)
     data = StreamedDataset(
         config, {"tars": Documents(shard_manifest, ShardFiles(shard_manifest.folder), texts, images, config.rules)}
     )
@@ -172,7 +174,7 @@ def measure_rows(folder: Path, tokenizer: str, config: Config) -> dict[str, floa
     keys = [key for batch in sample for key in batch.keys]
     pieces = [data.pieces(key[i])[key[i + 1]] for key in keys for i in range(1, len(key), 3)]
     elements = [element for piece in pieces for element in piece.elements if element.grid]
-    image_tokens, rows = sum(element.tokens for element in elements), len(keys)
+    image_tokens, rows = sum(element.image_tokens for element in elements), len(keys)
     text_tokens = sum(piece.tokens for piece in pieces) - image_tokens
     return {
         "tokens": config.sequence_tokens,

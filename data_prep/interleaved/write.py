@@ -29,14 +29,14 @@ from src.systems.interleaved.streaming.texts import TextTokens, count_tokens
 _PROGRESS, _SPOOL = "writing.json", "in_order"
 _END = 2 * BLOCK
 """Number of zero bytes at the end of an archive."""
-ENDINGS = {"text": "txt", "prompt": "txt", "image": "jpeg"}
+ENDINGS = {"text": "txt", "prompt": "txt", "system": "txt", "image": "jpeg"}
 
 
 class Part(NamedTuple):
     """A part of a document."""
 
-    kind: Literal["text", "prompt", "image"]
-    """prompt: text that is masked in the loss."""
+    kind: Literal["text", "prompt", "image", "system"]
+    """prompt: text that is masked in the loss. system: the system message of a conversation."""
     content: bytes
     ending: str = ""
     """Suffix of the file, such as "png"; "" for the default of the kind."""

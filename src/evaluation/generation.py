@@ -59,7 +59,7 @@ class AnswerGenerator:
         ids = self.model.generate(
             **batch,
             max_new_tokens=max_new_tokens,
-            eos_token_id=self.tokenizer.eos_token_id,
+            eos_token_id=[self.tokenizer.eos_token_id, *getattr(self.dataset, "answer_ends", ())],
             pad_token_id=self.tokenizer.eos_token_id,
             synced_gpus=distributed.world_size() > 1,  # sharded: every rank must run the same number of passes
             **{"do_sample": False, **options},

@@ -47,14 +47,19 @@ def end_ids(tokenizer: Any) -> list[int]:
     """Ids of the end token, and of the control token that the chat template writes after an answer, if different."""
     from jinja2 import TemplateError
 
-    ends, mark = [tokenizer.eos_token_id], "\x02"
+    ends, mark, after = [tokenizer.eos_token_id], "\x02", ""
     if not isinstance(tokenizer.chat_template, str):
         return ends
-    talk = [{"role": "user", "content": mark}, {"role": "assistant", "content": mark}]
-    try:
-        _, _, after = tokenizer.apply_chat_template(talk, tokenize=False).rpartition(mark)
-    except (TemplateError, TypeError, KeyError, IndexError, AttributeError, ValueError):
-        return ends  # the template does not support this conversation
+    for content in (mark, [{"type": "text", "text": mark}]):  # templates of vision models read lists
+        talk = [{"role": "user", "content": content}, {"role": "assistant", "content": content}]
+        try:
+            _, separator, after = tokenizer.apply_chat_template(talk, tokenize=False).rpartition(mark)
+        except (TemplateError, TypeError, KeyError, IndexError, AttributeError, ValueError):
+            continue  # the template does not support this conversation
+        if separator:
+            break
+    else:
+        return ends
     controls = _control_ids(tokenizer)
     template_end = next(
         (index for index in tokenizer(after, add_special_tokens=False)["input_ids"] if index in controls), ends[0]

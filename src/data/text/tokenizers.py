@@ -69,8 +69,25 @@ def load(source: str | Path, extra: Sequence[str] = (), end_token: str | None = 
             )
         tokenizer.eos_token = end_token
     _end_id(tokenizer, source)
+    tokenizer.chat_template = _processor_template(source) or tokenizer.chat_template
     tokenizer.add_special_tokens({"extra_special_tokens": [*extra]}, replace_extra_special_tokens=False)
     return tokenizer
+
+
+def _processor_template(source: str | Path) -> str | None:
+    """The template in chat_template.json, where processors of older models have it; they prefer it to the
+    tokenizer's."""
+    from transformers.utils.hub import cached_file
+
+    path = cached_file(
+        str(source),
+        "chat_template.json",
+        local_files_only=True,
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return None if path is None else read_json(Path(path), DataError).get("chat_template")
 
 
 def _end_id(tokenizer: "PreTrainedTokenizerFast", source: str | Path) -> int:

@@ -57,6 +57,18 @@ INTERLEAVED_PHOTOGRAPHS = override(
     },
 )
 
+# Conversations about the pages (digit_pages --chats), with SmolVLM's chat template. Only answers are learned.
+INTERLEAVED_CHAT_TINY = override(
+    INTERLEAVED_TINY,
+    {
+        "model.tokenizer": "digit_chats/tokenizer",
+        "data.sources": {"digits": {"path": "digit_chats", "chat": True}},
+        "data.rules": {"too_long": "drop"},
+        "data.sequence_tokens": 192,
+        "data.max_frames": 24,
+    },
+)
+
 # SmolLM2-135M (`make smollm2`), frozen, reads the digits through a small encoder with random weights.
 SMOLLM2_DIGITS = override(
     INTERLEAVED_TINY,
@@ -113,6 +125,15 @@ def adapters_on(path: str, sequence_tokens: int, max_frames: int, **images: Any)
 
 _SMOLVLM: dict[str, Any] = {"frame_size": 512, "image_tokens": 64, "max_size": 2048, "enlarge": True}
 
+
+def on_chats(adapters: dict[str, Any]) -> dict[str, Any]:
+    """The same on conversations in `--data_path`/my_chats (docs/vision_language.md)."""
+    chats = {"chats": {"path": "my_chats", "chat": True}}
+    return override(adapters, {"data.sources": chats, "data.rules": {"too_long": "drop"}})
+
+
+SMOLVLM_256M = adapters_on("HuggingFaceTB/SmolVLM-256M-Instruct", 2048, 20, **_SMOLVLM)
+
 GROUPS = {
     "idefics2_8b": [
         adapters_on(
@@ -124,8 +145,10 @@ GROUPS = {
             "HuggingFaceM4/Idefics3-8B-Llama3", 4096, 20, frame_size=364, image_tokens=169, max_size=1456, enlarge=True
         )
     ],
-    "smolvlm_256m": [adapters_on("HuggingFaceTB/SmolVLM-256M-Instruct", 2048, 20, **_SMOLVLM)],
+    "smolvlm_256m": [SMOLVLM_256M],
+    "smolvlm_256m_chat": [on_chats(SMOLVLM_256M)],
     "smolvlm2_256m": [adapters_on("HuggingFaceTB/SmolVLM2-256M-Video-Instruct", 2048, 20, **_SMOLVLM)],
+    "interleaved_chat_tiny": [INTERLEAVED_CHAT_TINY],
     "interleaved_photographs": [INTERLEAVED_PHOTOGRAPHS],
     "interleaved_tiny": [INTERLEAVED_TINY],
     "interleaved_tiny_seeds": grid(INTERLEAVED_TINY, {"seed": [1, 2, 3]}),

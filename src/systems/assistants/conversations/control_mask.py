@@ -4,8 +4,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from src.data.text.spans import Span
 from src.systems.assistants.conversations.entries import Message
-from src.systems.assistants.conversations.rendering import Span
 
 CONTROL = r"<\|[^|\s]+\|>"
 MASK = "\x7f"

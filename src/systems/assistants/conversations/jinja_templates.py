@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, cast
 
+from src.data.text.spans import Span
 from src.errors import DataError
 from src.systems.assistants.conversations.answer_forms import Answer, Form, forms_of
 from src.systems.assistants.conversations.control_mask import CONTROL, MASK, Mask
 from src.systems.assistants.conversations.entries import Message, json_line
-from src.systems.assistants.conversations.rendering import ROLE_OF, Role, Span
+from src.systems.assistants.conversations.rendering import ROLE_OF, Role
 
 log = logging.getLogger(__name__)
 

@@ -1,27 +1,21 @@
 """Conversations as token ids with a role for each token. The roles decide which tokens are learned.
 
-Text of messages never becomes a control token. The text between two control tokens is tokenised in one piece, as
-`apply_chat_template` does, unless a token would span a generation prompt and its answer. So the ids of a prompt are a
-prefix of the ids of its conversation.
+Text of messages never becomes a control token; see `src.data.text.spans`.
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
 from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from src.data.text.tokenizers import SafeTokenizer
+from src.data.text.spans import Span, SpanEncoder
 from src.errors import DataError
 from src.systems.assistants.conversations.entries import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-_BLANKS = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
-"""White space that control tokens strip: Unicode's White_Space. Python's `strip` also removes U+001C to U+001F."""
 
 
 class Role(IntEnum):
@@ -40,15 +34,6 @@ class Role(IntEnum):
 
 LEARNED_ROLES = frozenset({Role.ASSISTANT, Role.TEXT})
 ROLE_OF = {"system": Role.SYSTEM, "user": Role.USER, "assistant": Role.ASSISTANT, "tool": Role.TOOL}
-
-
-class Span(NamedTuple):
-    """Text of one role."""
-
-    text: str
-    role: Role
-    controls: bool = False
-    """Whether control tokens spelled out in the text become control tokens."""
 
 
 class Template(Protocol):
@@ -96,16 +81,12 @@ class Rendered:
         return Rendered(self.ids[begin:end], self.roles[begin:end])
 
 
-class Renderer:
+class Renderer(SpanEncoder):
     """Renders conversations as ids, with one tokenizer and template."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast", template: Template) -> None:
-        self.safe, self.template = SafeTokenizer(tokenizer), template
-        tokens = [token for token in tokenizer.added_tokens_decoder.values() if token.special]
-        names = sorted((str(token) for token in tokens), key=lambda name: (-len(name), name))
-        self._strip_behind = {str(token) for token in tokens if token.rstrip}
-        self._strip_before = {str(token) for token in tokens if token.lstrip}
-        self._controls = re.compile("|".join(map(re.escape, names)) or r"(?!)")
+        super().__init__(tokenizer)
+        self.template = template
 
     def render(self, messages: Sequence[Message], tags: Sequence[str] = (), answering: bool = False) -> Rendered:
         """See `Template.spans`. The ids start with the tokenizer's start tokens."""
@@ -182,83 +163,13 @@ class Renderer:
         clean = [self._controls.sub("", part) for part in (message.content, message.reasoning)]
         return Message("assistant", clean[0], reasoning=clean[1])
 
+    def is_answer(self, role: int) -> bool:
+        return role == Role.ASSISTANT
+
     def encode(self, spans: Sequence[Span]) -> Rendered:
-        """Ids of spans. A token that spans two roles gets the later role."""
-        rendered = Rendered()
-        start = self.safe.start
-        text, ends = "", list[tuple[int, Role]]()
-        for span in self._strip(self._split(spans)):
-            if span.controls:
-                self._add_text(rendered, text, ends)
-                text, ends = "", []
-                control = self.safe.control_id(span.text)
-                assert control is not None, "split at control tokens"
-                rendered.ids.append(control)
-                rendered.roles.append(span.role)
-            elif span.text:
-                text += span.text
-                ends.append((len(text), span.role))
-        self._add_text(rendered, text, ends)
-        if start and rendered.ids[: len(start)] != start:
-            return Rendered([*start, *rendered.ids], [Role.TEMPLATE] * len(start) + rendered.roles)
-        return rendered
-
-    def _split(self, spans: Sequence[Span]) -> list[Span]:
-        """Split spans so that each control token is one span."""
-        rendered = list[Span]()
-        for span in spans:
-            if not span.controls:
-                rendered.append(span)
-                continue
-            place = 0
-            for match in self._controls.finditer(span.text):
-                rendered += [Span(span.text[place : match.start()], span.role), Span(match.group(), span.role, True)]
-                place = match.end()
-            rendered.append(Span(span.text[place:], span.role))
-        return rendered
-
-    def _strip(self, spans: list[Span]) -> list[Span]:
-        """Remove white space next to control tokens that strip it, like Phi's."""
-        for names, step in ((self._strip_behind, 1), (self._strip_before, -1)):
-            stripping = False
-            for place in range(len(spans))[::step] if names else ():
-                span = spans[place]
-                if span.controls:
-                    stripping = span.text in names
-                elif stripping:
-                    spans[place] = span._replace(
-                        text=span.text.lstrip(_BLANKS) if step > 0 else span.text.rstrip(_BLANKS)
-                    )
-                    stripping = not spans[place].text
-        return spans
-
-    def _add_text(
-        self, rendered: Rendered, text: str, ends: Sequence[tuple[int, Role]], continues: bool = False
-    ) -> None:
-        """Append the ids of text without control tokens. ends: end and role of each part.
-        continues: the text continues the last token."""
-        begins = not rendered.ids
-        if len(ends) <= 1:  # usually control tokens separate the roles
-            ids = self.safe.encode(text, begins, continues)
-            rendered.ids += ids
-            rendered.roles += [role for _, role in ends] * len(ids)
-            return
-        ids, offsets = self.safe.encode_spans(text, begins, continues)
-        for number, (end, role) in enumerate(ends[:-1]):
-            if ends[number + 1][1] is Role.ASSISTANT and role is not Role.ASSISTANT:
-                prompt = self.safe.encode(text[:end], begins, continues)
-                if ids[: len(prompt)] != prompt:  # a token would span the generation prompt and the answer
-                    self._add_text(rendered, text[:end], ends[: number + 1], continues)
-                    self._add_text(
-                        rendered, text[end:], [(after - end, role) for after, role in ends[number + 1 :]], True
-                    )
-                    return
-        number = 0
-        for token, (_, end) in zip(ids, offsets, strict=True):
-            while number < len(ends) - 1 and end > ends[number][0]:
-                number += 1
-            rendered.ids.append(token)
-            rendered.roles.append(ends[number][1])
+        """Ids of spans, with their roles. A token that spans two roles gets the later role."""
+        ids, roles = self.encode_roles(spans)
+        return Rendered(ids, [Role.TEMPLATE if role < 0 else role for role in roles])
 
 
 def require_controls(tokenizer: "PreTrainedTokenizerFast", tokens: Sequence[str], template: str) -> None:

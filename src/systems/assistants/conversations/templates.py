@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from src.data.text.spans import Span
 from src.errors import DataError
 from src.files import ROOT
 from src.systems.assistants.conversations.entries import Message, json_line
 from src.systems.assistants.conversations.jinja_templates import WHERE, Jinja, shorten, tools_of
-from src.systems.assistants.conversations.rendering import ROLE_OF, Role, Span, Template, require_controls
+from src.systems.assistants.conversations.rendering import ROLE_OF, Role, Template, require_controls
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -5,21 +5,21 @@ import json
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt, model_validator
 
 from src.data.orders import Order, RankShare
 from src.data.packing.lanes import LaneOrder, Packing
+from src.data.text import tokenizers
 from src.errors import ConfigError, DataError, check_all
 from src.experiments.batches import InterleavedBatch
-from src.experiments.config import Config as StrictConfig
 from src.experiments.config import Places, operational_field
 from src.experiments.interfaces import DatasetConfig, require_fit
-from src.experiments.kinds import VISION_LANGUAGE
+from src.experiments.kinds import VISION_LANGUAGE, TokenizerSource
 from src.runs.history.branches import Branch
-from src.systems.interleaved.streaming import manifest
+from src.systems.interleaved.streaming import chats, manifest
 from src.systems.interleaved.streaming.arrangement import PERIOD, JoinedSources, Source, Streams, arrange
 from src.systems.interleaved.streaming.documents import Content, Documents, Piece, Rules, Swaps
 from src.systems.interleaved.streaming.images import ImagesConfig, ImageTokens
@@ -27,7 +27,6 @@ from src.systems.interleaved.streaming.quarantine import ErrorPolicy, Quarantine
 from src.systems.interleaved.streaming.read_ahead import ReadAhead
 from src.systems.interleaved.streaming.remote.transfer import REMOTE
 from src.systems.interleaved.streaming.shard_files import open_files
-from src.systems.interleaved.streaming.tars.fields import Fields
 from src.systems.interleaved.streaming.texts import TextTokens
 
 if TYPE_CHECKING:
@@ -41,27 +40,13 @@ COUNTS = ("documents", "images", "image_tokens", "text_tokens", "left_out_parts"
 SPLITS = ("train", "val")
 
 
-class SourceConfig(StrictConfig):
-    """A source of documents."""
-
-    path: str = Field(min_length=1)
-    """Folder below `--data_path`, with the lists of shards train/shards.json and val/shards.json."""
-    rate: float | None = Field(default=None, gt=0)
-    """Sampling weight of the source; rates need not sum to 1.
-    None, for all sources: an epoch reads each document once."""
-    fields: Fields | None = None
-    """Members by kind; must equal the --fields of the index. None: use those of the index."""
-    loss_weight: float = Field(default=1.0, gt=0)
-    """Weight of the loss of each token of this source."""
-
-
 class Config(DatasetConfig):
     """Document sources, and how documents are packed into rows."""
 
     has_order: ClassVar[bool] = True
     has_questions: ClassVar[bool] = True
 
-    sources: dict[str, SourceConfig] = Field(min_length=1)
+    sources: dict[str, manifest.SourceConfig] = Field(min_length=1)
     """Sources by name; losses and counts are reported under these names."""
     images: ImagesConfig
     sequence_tokens: int = Field(gt=1)
@@ -88,6 +73,8 @@ class Config(DatasetConfig):
         without_rate = [name for name, source in self.sources.items() if source.rate is None]
         if without_rate and len(without_rate) < len(self.sources):
             raise ValueError(f"sources.{without_rate[0]}.rate: missing. Write a rate for each source, or for none.")
+        if any(source.chat for source in self.sources.values()) and self.rules.too_long == "cut":
+            raise ValueError("rules.too_long: 'cut', but conversations are not cut. Set it to 'drop'.")
         return self
 
     @property
@@ -107,7 +94,9 @@ class Config(DatasetConfig):
                         f"data.sources.{name}: {shard_list.folder / shard.index}: no such file. "
                         "Index the tars again with python -m data_prep.interleaved.index."
                     )
-            self._check_fields(name, shard_list)
+            self.sources[name].check(name, shard_list)
+            if self.sources[name].chat:
+                chats.check_documents(f"data.sources.{name}", shard_list)
 
         parts = [(name, split) for name in sorted(self.sources) for split in SPLITS]
         check_all(*(lambda name=name, split=split: check_split(name, split) for name, split in parts))
@@ -117,15 +106,6 @@ class Config(DatasetConfig):
         # A document has at most one question.
         return min(most, sum(min(each.documents, self.val_documents or each.documents) for each in lists))
 
-    def _check_fields(self, name: str, shard_list: manifest.Manifest) -> None:
-        fields, indexed = self.sources[name].fields, shard_list.facts.get("fields")
-        if fields is not None and fields.as_json() != indexed:
-            options = f"--fields '{json.dumps(fields.as_json())}'"
-            raise DataError(
-                f"data.sources.{name}.fields: the tars in {shard_list.folder} were indexed with "
-                f"{json.dumps(indexed or {})}. Index them again with {options}, or set fields to that."
-            )
-
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
         require_fit("data.sequence_tokens", self.sequence_tokens, max_positions, new_tokens)
         frame = self.images.image_tokens + 3
@@ -134,6 +114,14 @@ class Config(DatasetConfig):
                 f"data.sequence_tokens: {self.sequence_tokens}, but a frame and the tokens around it need {frame}. "
                 f"Set it to at least {frame}."
             )
+
+    def check_tokenizer(self, places: Places, source: TokenizerSource | None) -> None:
+        for name in [name for name in self.sources if source and self.sources[name].chat][:1]:
+            assert source is not None
+            self._texts(name, tokenizers.load(source.folder, source.new_tokens))
+
+    def _texts(self, name: str, tokenizer: "PreTrainedTokenizerFast") -> TextTokens:
+        return chats.make_tokens(tokenizer, self.images.style, self.sources[name].chat, f"data.sources.{name}.chat")
 
     def batch_lengths(self) -> tuple[int, ...]:
         return (self.sequence_tokens,)
@@ -151,18 +139,18 @@ class Config(DatasetConfig):
         """The rows of one split.
 
         Raises:
-            DataError: a list of shards or an index is missing or damaged, the tokenizer has no image tokens, or a
-                source is too small for its rate.
+            DataError: a list of shards or an index is missing or damaged, the tokenizer has no image tokens or no
+                chat template, or a source is too small for its rate.
         """
         from src.systems.interleaved.streaming.validation import ValidationRows
 
-        texts, images = TextTokens(tokenizer, self.images.style), ImageTokens(self.images, tokenizer)
+        images = ImageTokens(self.images, tokenizer)
         sources = dict[str, Documents]()
         for name in sorted(self.sources):
             shard_list = manifest.load(places.data / self.sources[name].path / split)
-            self._check_fields(name, shard_list)
+            self.sources[name].check(name, shard_list)
             files = open_files(shard_list.folder, places.data, len(self.sources), self.tars_at_once(shard_list))
-            sources[name] = Documents(shard_list, files, texts, images, self.rules)
+            sources[name] = Documents(shard_list, files, self._texts(name, tokenizer), images, self.rules)
         data = StreamedDataset(self, sources)
         return data if split == "train" else ValidationRows(data, sorted(sources))
 
@@ -182,6 +170,12 @@ class Sample:
     """(sources, COUNTS)."""
     cached: tuple[int, int] = (0, 0)
     """Reads of remote shards: cache hits, and all reads."""
+
+    def until_answer(self) -> "Sample":
+        """The row of a single document up to its first learned token."""
+        end = [*self.loss_mask, True].index(True)
+        ids, mask, sources = self.input_ids[:end], self.loss_mask[:end], self.source_ids[:end]
+        return replace(self, input_ids=ids, loss_mask=mask, lengths=[end], source_ids=sources)
 
 
 class StreamedDataset:
@@ -336,12 +330,12 @@ class StreamedDataset:
         row.cached = row.cached[0] + hits, row.cached[1] + hits + misses
         counts = row.counts[source]
         if content is None:
-            end = self.documents[source].texts.end[0]
-            content = Content([end] * piece.tokens, [False] * piece.tokens, [], [piece.tokens])
+            filler = self.documents[source].texts.filler
+            content = Content([filler] * piece.tokens, [False] * piece.tokens, [], [piece.tokens])
             counts[-1] += 1
         else:
             images = [element for element in piece.elements if element.grid]
-            image_tokens = sum(element.tokens for element in images)
+            image_tokens = sum(element.image_tokens for element in images)
             for i, increment in enumerate(
                 (piece.ends, len(images), image_tokens, piece.tokens - image_tokens, piece.left_out)
             ):

@@ -17,7 +17,7 @@ from src.systems.interleaved.streaming import tar_index
 from src.systems.interleaved.streaming.images import Grid, ImageTokens
 from src.systems.interleaved.streaming.manifest import Manifest, Shard, ShardError
 from src.systems.interleaved.streaming.shard_files import ShardFiles
-from src.systems.interleaved.streaming.tar_index import GOOD, IMAGE, PROMPT, TEXT, TarIndex
+from src.systems.interleaved.streaming.tar_index import GOOD, IMAGE, PROMPT, TEXT, TEXTS, TarIndex
 from src.systems.interleaved.streaming.texts import TextTokens
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Rules(StrictConfig):
     """cut: split a document longer than a row between its parts, but not between a prompt and its answer. A text
     longer than a row is split after any token, as in data set 'packed'; the first tokens of an answer stay with its
     prompt. Dropped and counted: an image or a prompt larger than a row, a prompt that leaves no space for its answer,
-    and rows without text. drop: drop documents longer than a row."""
+    and rows without text. Conversations are not cut. drop: drop documents longer than a row."""
 
 
 class Element(NamedTuple):
@@ -59,6 +59,12 @@ class Element(NamedTuple):
     """Number of tokens of the text before this range."""
     rest: int = 0
     """Number of tokens of the text after this range."""
+    template: int = 0
+    """Number of tokens of the chat template before an image, within `tokens`."""
+
+    @property
+    def image_tokens(self) -> int:
+        return self.tokens - self.template if self.grid else 0
 
 
 class Piece(NamedTuple):
@@ -162,7 +168,7 @@ class Documents:
 
         if fit(elements):
             groups = [elements] if elements else []
-        elif self.rules.too_long == "drop":
+        elif self.rules.too_long == "drop" or self.texts.is_chat:
             return []
         else:
             groups = [group for group in self._split(elements, fit) if any(element.kind == TEXT for element in group)]
@@ -232,13 +238,14 @@ class Documents:
         shard, number = self.locate(document)
         parts = self._index(shard).parts_of(number)
         part_contents = self._read_parts(shard, parts)
-        part_ids = self._encode(parts, part_contents)
+        part_ids, part_masks = self._encode(parts, part_contents)
         content = Content(list(self.texts.begin) if piece.begins else [])
         content.loss_mask = [False] * len(content.ids)
         for element in piece.elements:
             if element.grid is not None:
                 image_ids = self.images.token_ids(element.grid)
-                ids = image_ids[len(image_ids) - element.tokens :]
+                ids = [*part_ids[element.part], *image_ids[len(image_ids) - element.image_tokens :]]
+                loss_mask = [*part_masks[element.part], *[False] * element.image_tokens]
                 image = self._image(document, element.part, part_contents, swaps)
                 content.images.append(self.images.config.frames(image, self._index(shard).max_pixels))
                 if len(content.images[-1]) != element.grid.frames:
@@ -248,15 +255,16 @@ class Documents:
                 if len(ids) != element.first + element.tokens + element.rest:
                     raise DataError("the tokens of a text differ from the index")
                 ids = ids[element.first : element.first + element.tokens]
+                loss_mask = part_masks[element.part][element.first : element.first + element.tokens]
             content.ids += ids
-            content.loss_mask += [element.kind == TEXT] * len(ids)
+            content.loss_mask += loss_mask
         if piece.ends:
             content.ids += self.texts.end
             content.loss_mask += [True] * len(self.texts.end)
         ends = [
             place
             for place, token in enumerate(content.ids, 1)
-            if token == self.texts.end[0] and place < len(content.ids)
+            if not self.texts.is_chat and token == self.texts.end[0] and place < len(content.ids)
         ]
         for place in (0, *ends):
             content.loss_mask[place] = False
@@ -290,7 +298,7 @@ class Documents:
         if not counts:
             parts = self._index(shard).parts_of(number)
             try:
-                counts = [len(ids) for ids in self._encode(parts, self._read_parts(shard, parts, (TEXT, PROMPT)))]
+                counts = [len(ids) for ids in self._encode(parts, self._read_parts(shard, parts, TEXTS))[0]]
             except ShardError:  # the tar is unavailable; the document itself is not bad
                 raise
             except DataError:
@@ -300,8 +308,9 @@ class Documents:
             kind = plan.kinds[first + part]
             if kind == IMAGE:
                 grid, tokens = self.images.grid_and_tokens(plan.widths[first + part], plan.heights[first + part])
+                lead = counts[part]
                 shared = self.images.shared_tokens if elements and elements[-1].grid else 0
-                elements.append(Element(part, kind, tokens - shared, grid))
+                elements.append(Element(part, kind, lead + tokens - shared, grid, template=lead))
             elif counts[part]:
                 elements.append(Element(part, kind, counts[part], None))
         return elements if self._is_read(elements) else []
@@ -318,7 +327,7 @@ class Documents:
         has_unread_images = images.endswith("ii") or (images.endswith("i") and images.count("i") == 1)
         return "i" in images and "iii" not in images and not has_unread_images and is_long_enough
 
-    def _read_parts(self, shard: int, parts: "np.ndarray", kinds: Sequence[int] = (TEXT, PROMPT, IMAGE)) -> list[bytes]:
+    def _read_parts(self, shard: int, parts: "np.ndarray", kinds: Sequence[int] = (*TEXTS, IMAGE)) -> list[bytes]:
         """The contents of parts of these kinds, b"" for other parts. Makes a single read."""
         records = zip(*(parts[name].tolist() for name in ("offset", "size", "kind")), strict=True)
         spans = [(begin, begin + size) for begin, size, kind in records if kind in kinds]
@@ -330,9 +339,9 @@ class Documents:
             parts, lambda offset, size: content[offset - first : offset - first + size], kinds
         )
 
-    def _encode(self, parts: "np.ndarray", contents: Sequence[bytes]) -> list[list[int]]:
+    def _encode(self, parts: "np.ndarray", contents: Sequence[bytes]) -> tuple[list[list[int]], list[list[bool]]]:
         try:
-            return self.texts.encode(parts["kind"].tolist(), contents)
+            return self.texts.encode_with_loss(parts["kind"].tolist(), contents)
         except UnicodeDecodeError as error:
             raise DataError(f"a text is not UTF-8 ({error.reason})") from None
 

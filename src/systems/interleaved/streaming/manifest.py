@@ -10,9 +10,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field
+
 from src import files
 from src.data.jsonl import preparation_hint
 from src.errors import DataError
+from src.experiments.config import Config as StrictConfig
+from src.systems.interleaved.streaming.tars.fields import MESSAGES, Fields
 
 NAME = "shards.json"
 _SAMPLED = 512
@@ -68,6 +72,39 @@ class Manifest:
     def documents(self) -> int:
         """Number of documents in all tars."""
         return sum(shard.documents for shard in self.shards)
+
+
+class SourceConfig(StrictConfig):
+    """A source of documents."""
+
+    path: str = Field(min_length=1)
+    """Folder below `--data_path`, with the lists of shards train/shards.json and val/shards.json."""
+    rate: float | None = Field(default=None, gt=0)
+    """Sampling weight of the source; rates need not sum to 1.
+    None, for all sources: an epoch reads each document once."""
+    fields: Fields | None = None
+    """Members by kind; must equal the --fields of the index. None: use those of the index."""
+    loss_weight: float = Field(default=1.0, gt=0)
+    """Weight of the loss of each token of this source."""
+    chat: bool = False
+    """Write documents with the tokenizer's chat template: images and prompts are the user's, texts the assistant's.
+    Loss only on the assistant's."""
+
+    def check(self, name: str, shard_list: Manifest) -> None:
+        """Raises DataError if the tars were indexed with another mapping, or `chat` does not fit them. name: of the
+        source."""
+        indexed = shard_list.facts.get("fields")
+        if self.fields is not None and self.fields.as_json() != indexed:
+            options = f"--fields '{json.dumps(self.fields.as_json())}'"
+            raise DataError(
+                f"data.sources.{name}.fields: the tars in {shard_list.folder} were indexed with "
+                f"{json.dumps(indexed or {})}. Index them again with {options}, or set fields to that."
+            )
+        if MESSAGES in (indexed or {}) and not self.chat:
+            raise DataError(
+                f"data.sources.{name}.chat: false, but the documents in {shard_list.folder} are conversations. "
+                "Set it to true."
+            )
 
 
 def load(folder: Path) -> Manifest:

@@ -29,11 +29,12 @@ if TYPE_CHECKING:
 
 SUFFIX = ".idx"
 _MAGIC, _FORMAT = b"tar index\n", 3
-KINDS = ("text", "image", "metadata", "other", "prompt")
-TEXT, IMAGE, METADATA, OTHER, PROMPT = range(len(KINDS))
-"""Kinds by number. A prompt is text that a model reads without loss."""
+KINDS = ("text", "image", "metadata", "other", "prompt", "system")
+TEXT, IMAGE, METADATA, OTHER, PROMPT, SYSTEM = range(len(KINDS))
+"""Kinds by number. A prompt is text that a model reads without loss; so is the system message of a conversation."""
+TEXTS = (TEXT, PROMPT, SYSTEM)
 _KIND_OF = {"txt": TEXT, "text": TEXT, "caption": TEXT, "image": IMAGE, "metadata": METADATA}
-_KIND_OF |= {"prompt": PROMPT, "question": PROMPT, "answer": TEXT}
+_KIND_OF |= {"prompt": PROMPT, "question": PROMPT, "answer": TEXT, "system": SYSTEM}
 _KIND_OF |= dict.fromkeys(SUFFIXES, IMAGE)
 DOCUMENT = [("offset", "<u8"), ("first_part", "<u4"), ("parts", "<u4"), ("images", "<u4"), ("bad", "u1")]
 PART = [
@@ -55,9 +56,13 @@ REASONS = (
     "it has no text",
     "a text is not UTF-8",
     "its JSON does not have the mapped fields",
+    "its messages are not a conversation that ends with an answer",
+    "its messages have other images than the tar",
 )
 """Why a document is bad, by its number in the index."""
-GOOD, INCOMPLETE, TWICE, APART, NO_IMAGE, TOO_MANY_PIXELS, NO_TEXT, NOT_UTF8, NO_FIELDS = range(len(REASONS))
+GOOD, INCOMPLETE, TWICE, APART, NO_IMAGE, TOO_MANY_PIXELS, NO_TEXT, NOT_UTF8, NO_FIELDS, NO_CHAT, OTHER_IMAGES = range(
+    len(REASONS)
+)
 
 
 @dataclass
@@ -100,7 +105,7 @@ class TarIndex:
         return Fields.model_validate(self.facts["fields"]) if self.facts.get("fields") else None
 
     def contents(
-        self, parts: "np.ndarray", read: Callable[[int, int], bytes], kinds: Sequence[int] = (TEXT, PROMPT, IMAGE)
+        self, parts: "np.ndarray", read: Callable[[int, int], bytes], kinds: Sequence[int] = (*TEXTS, IMAGE)
     ) -> list[bytes]:
         """The contents of parts of these kinds, b"" for other parts.
         read: function from offset and size to bytes of the tar.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from src.data.text.tokenizers import SafeTokenizer
-from src.systems.interleaved.streaming.tar_index import IMAGE, PROMPT, TEXT, TarIndex
+from src.systems.interleaved.streaming.tar_index import IMAGE, TEXT, TEXTS, TarIndex
 from src.systems.interleaved.streaming.tars.indexing import unread_text
 
 if TYPE_CHECKING:
@@ -21,6 +21,9 @@ END = "END_OF_DOCUMENT_TOKEN_TO_BE_REPLACED"
 class TextTokens:
     """Tokenizes the texts of documents."""
 
+    is_chat = False
+    """Whether documents are conversations, which are not cut."""
+
     def __init__(self, tokenizer: "PreTrainedTokenizerFast", style: str = "idefics3") -> None:
         """style: see `ImagesConfig`. With "idefics2", a text after an image also starts with a space."""
         self._adds_spaces = style == "idefics2"
@@ -28,12 +31,26 @@ class TextTokens:
         bos = tokenizer.bos_token_id
         self.begin: list[int] = [bos] if isinstance(bos, int) and bos != self._safe.eos_id else []
         """First tokens of a document: the BOS token, if the tokenizer has one that differs from EOS."""
+        self.filler = self._safe.eos_id
         self.end = [self._safe.eos_id]
+        """Last tokens of a document."""
         rules = (
             f"{RULES}/{self.begin}/{self.end}/{_plain_text_rules(tokenizer)}{'/spaced' if self._adds_spaces else ''}"
         )
         self.digest = hashlib.sha256(rules.encode()).hexdigest()[:16]
         """Digest of the rules and of how the tokenizer encodes plain text; independent of control tokens."""
+
+    @property
+    def answer_ends(self) -> list[int]:
+        """Ids besides the end token that end an answer."""
+        return []
+
+    def encode_with_loss(
+        self, kinds: Sequence[int], contents: Sequence[bytes | None]
+    ) -> tuple[list[list[int]], list[list[bool]]]:
+        """See `encode`; also whether each id is learned."""
+        ids = self.encode(kinds, contents)
+        return ids, [[kind == TEXT] * len(part) for kind, part in zip(kinds, ids, strict=True)]
 
     def encode(self, kinds: Sequence[int], contents: Sequence[bytes | None]) -> list[list[int]]:
         """Ids of each part of a document; empty for images and dropped texts.
@@ -46,7 +63,7 @@ class TextTokens:
         encoded, after_text, after_image = list[list[int]](), False, False
         for kind, content in zip(kinds, contents, strict=True):
             ids = list[int]()
-            if kind in (TEXT, PROMPT) and content is not None:
+            if kind in TEXTS and content is not None:
                 text = content.decode()
                 if not unread_text(text):
                     first, *more = text.split(END)
@@ -83,7 +100,7 @@ def count_tokens(index: TarIndex, tar: "memoryview | Any", texts: TextTokens) ->
             continue
         first = int(index.documents["first_part"][number])
         parts = index.parts_of(number)
-        contents = index.contents(parts, lambda offset, size: bytes(tar[offset : offset + size]), (TEXT, PROMPT))
+        contents = index.contents(parts, lambda offset, size: bytes(tar[offset : offset + size]), TEXTS)
         encoded = texts.encode(parts["kind"].tolist(), contents)
         counts[first : first + len(parts)] = [len(ids) for ids in encoded]
     index.tokens, index.facts["tokenizer"] = counts, texts.digest

@@ -22,7 +22,7 @@ class Question(NamedTuple):
 
     document: int
     prompt: int
-    """Index of the prompt among the elements of the first piece."""
+    """Index of the prompt, or of the end of a conversation's first message, among the elements of the first piece."""
     last: int
     """Index of the last text of the answer."""
 
@@ -116,13 +116,15 @@ class ValidationRows:
         question = self._questions[index]
         source, local_number = self.data.locate(question.document)
         documents, elements = self.data.documents[source], self.data.pieces(question.document)[0].elements
-        texts = [
-            documents.text(local_number, element.part) for element in elements[question.prompt : question.last + 1]
-        ]
+        first = 0 if documents.texts.is_chat else question.prompt
+        texts, answers = (
+            [documents.text(local_number, element.part) for element in some if element.kind in (PROMPT, TEXT)]
+            for some in (elements[first : question.prompt + 1], elements[question.prompt + 1 : question.last + 1])
+        )
         shard, number = documents.locate(local_number)
         return {
-            "question": texts[0],
-            "answer": " ".join(texts[1:]),
+            "question": " ".join(texts),
+            "answer": " ".join(answers),
             "context": f"document {number} of {documents.manifest.shards[shard].url}",
             "dataset": self.data.source_names[source],
         }
@@ -132,14 +134,21 @@ class ValidationRows:
         return self.data.source_names[self.data.locate(self._questions[index].document)[0]]
 
     def prompt(self, index: int) -> "Sample":
-        """The document of a question, up to the end of the prompt."""
+        """The document of a question, up to the end of the prompt; with the generation prompt of a chat template."""
         question = self._questions[index]
-        first = self.data.pieces(question.document)[0]
-        elements = first.elements[: question.prompt + 1]
+        first, is_chat = self.data.pieces(question.document)[0], self._is_chat(question.document)
+        elements = first.elements[: question.prompt + 1 + is_chat]
         tokens = sum(element.tokens for element in elements)
         piece = Piece(elements, True, False, tokens, first.frames)
         source, _ = self.data.locate(question.document)
-        return self.data.read_piece(question.document, piece, self._swaps.get(self.data.source_names[source]))
+        row = self.data.read_piece(question.document, piece, self._swaps.get(self.data.source_names[source]))
+        return row.until_answer() if is_chat else row
+
+    @property
+    def answer_ends(self) -> list[int]:
+        """See `QuestionDataset`: of chat templates."""
+        ends = [documents.texts.answer_ends for documents in self.data.documents]
+        return sorted({token for tokens in ends for token in tokens})
 
     def collate_prompts(self, samples: "Sequence[Sample]") -> Batch:
         """Batch of prompts, padded on the left for `generate`; frames as (1, N, 3, E, E), as transformers expects.
@@ -169,16 +178,20 @@ class ValidationRows:
         return pack_epoch(Packing(InOrder(documents), data.sizes, room, data.config.open_rows, "data"))
 
     def _ask(self, document: int) -> Question | None:
-        """The first prompt of a document that is followed by an answer; later prompts come after answers."""
+        """The first prompt of a document that is followed by an answer; later prompts come after answers. The prompt
+        of a conversation is the end of its first message, which can be an image."""
         pieces = self.data.pieces(document)
         kinds = [element.kind for element in pieces[0].elements] if pieces else []
         for place, kind in enumerate(kinds):
-            if kind == PROMPT and kinds[place + 1 : place + 2] == [TEXT]:
+            if (kind == PROMPT or self._is_chat(document)) and kinds[place + 1 : place + 2] == [TEXT]:
                 last = place + 1
                 while kinds[last + 1 : last + 2] == [TEXT]:
                     last += 1
                 return Question(document, place, last)
         return None
+
+    def _is_chat(self, document: int) -> bool:
+        return self.data.documents[self.data.locate(document)[0]].texts.is_chat
 
     def _shuffle_images(self, documents: Sequence[int]) -> Swaps:
         """Replace each image by the next one with the same grid from another document."""

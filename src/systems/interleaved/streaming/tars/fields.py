@@ -15,13 +15,17 @@ from pydantic import Field, model_validator
 from src.errors import DataError
 from src.experiments.config import Config as StrictConfig
 from src.support.parsing import parse_json
+from src.systems.interleaved.streaming.tars.messages import parts_of
 
 KINDS = ("image", "prompt", "text")
 """Kinds in the default order of a document's parts; lists in its JSON can set a different order."""
+MESSAGES = "messages"
 _ITEM_BITS = 24
 _PLACE, _BASE64 = "matched_text_index", "image_base64"
 _NAMES = ("image_name", "raw_url", "url")
 """Keys for the name of an image in a list of objects, as in mmc4."""
+NO_NAME = "\0"
+"""Start of the made-up name of an image without one in messages; its number follows."""
 
 
 class FieldError(DataError):
@@ -49,6 +53,8 @@ class Item(NamedTuple):
     """Index of the value in its list."""
     name: str
     """Name of an image that is another member; "" if the value itself is the content."""
+    kind: str
+    """"image", "prompt", "text" or "system"."""
 
     @property
     def pick(self) -> int:
@@ -70,12 +76,18 @@ class Fields(StrictConfig):
     """Text that a model reads without loss."""
     text: str | list[str] = Field(default_factory=list)
     """Text that a model learns to write."""
+    messages: str | list[str] = Field(default_factory=list)
+    """A conversation in JSON, such as "json:messages", instead of the other three; see `tars.messages`."""
 
     @model_validator(mode="after")
     def _is_complete(self) -> "Fields":
         entries = self.entries
         if not entries:
-            raise ValueError('expected at least one of image, prompt and text, such as {"text": "json:caption"}')
+            raise ValueError(
+                'expected at least one of image, prompt, text and messages, such as {"text": "json:caption"}'
+            )
+        if self.has_messages and (len(entries) > 1 or entries[0].path is None):
+            raise ValueError('messages: expected one value, such as "json:messages", and no image, prompt or text')
         texts = [entry.text.lower() for entry in entries]
         for entry in entries:
             if not entry.suffix or entry.suffix.startswith(".") or entry.path == ("",):
@@ -88,17 +100,22 @@ class Fields(StrictConfig):
     def entries(self) -> list[Entry]:
         """All entries, images first."""
         entries = []
-        for kind in KINDS:
+        for kind in (*KINDS, MESSAGES):
             names = getattr(self, kind)
             for name in [names] if isinstance(names, str) else names:
                 suffix, colon, path = name.partition(":")
                 entries.append(Entry(kind, suffix.lower(), tuple(path.split(".")) if colon else None, name))
         return entries
 
+    @property
+    def has_messages(self) -> bool:
+        """Whether documents are conversations in JSON."""
+        return bool(self.messages)
+
     @cached_property
     def kinds(self) -> frozenset[str]:
         """Kinds with an entry; their suffixes are ignored."""
-        return frozenset(entry.kind for entry in self.entries)
+        return frozenset((*KINDS, "system") if self.has_messages else (entry.kind for entry in self.entries))
 
     @cached_property
     def members(self) -> dict[str, int]:
@@ -112,7 +129,8 @@ class Fields(StrictConfig):
 
     def as_json(self) -> dict[str, list[str]]:
         """The mapping in a canonical form, for an index or a manifest."""
-        return {kind: [entry.text for entry in self.entries if entry.kind == kind] for kind in sorted(self.kinds)}
+        kinds = sorted({entry.kind for entry in self.entries})
+        return {kind: [entry.text for entry in self.entries if entry.kind == kind] for kind in kinds}
 
     def items(self, contents: Mapping[str, bytes]) -> tuple[list[Item], bool]:
         """Parts from JSON members, and whether the JSON defines their order.
@@ -120,6 +138,7 @@ class Fields(StrictConfig):
 
         Raises:
             FieldError: a member is not JSON, or its values are inconsistent.
+            MessagesError: the messages are not a conversation.
         """
         values = dict[int, list[Any]]()
         for number, entry in enumerate(self.entries):
@@ -135,14 +154,19 @@ class Fields(StrictConfig):
         entry, value = self.entries[number], values[number][place]
         if value is None:
             return None
-        if entry.kind == "image":
-            return Item(number, place, "" if _is_embedded(value) else _image_name(value, entry))
+        kind, value = value if entry.kind == MESSAGES else (entry.kind, value)
+        if kind == "image" and isinstance(value, int):
+            return Item(number, place, f"{NO_NAME}{value}", kind)
+        if kind == "image":
+            return Item(number, place, "" if _is_embedded(value) else _image_name(value, entry), kind)
         _check_text(value, entry)
-        return Item(number, place, "")
+        return Item(number, place, "", kind)
 
     def _interleave(self, values: Mapping[int, list[Any]]) -> list[tuple[int, int]] | None:
         """Merge a list of images and a list of texts, as OBELICS, mmc4 and Energon do, into (entry, index) pairs.
         None if the values are not two such lists."""
+        if self.has_messages:
+            return [(number, place) for number in values for place in range(len(values[number]))]
         images = [number for number in values if self.entries[number].kind == "image"]
         texts = [number for number in values if self.entries[number].kind == "text"]
         if len(images) != 1 or len(texts) != 1:
@@ -202,7 +226,8 @@ def _values(content: bytes, entry: Entry) -> list[Any]:
             value = value[int(key)]
         else:
             return []
-    return value if isinstance(value, list) else [] if value is None else [value]
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    return parts_of(values, entry.text) if entry.kind == MESSAGES else values
 
 
 def _check_text(value: Any, entry: Entry) -> None:
@@ -225,7 +250,8 @@ def _image_name(value: Any, entry: Entry) -> str:
 
 
 def _content(value: Any, entry: Entry) -> bytes:
-    if entry.kind != "image":
+    kind, value = value if entry.kind == MESSAGES else (entry.kind, value)
+    if kind != "image":
         _check_text(value, entry)
         try:
             return str(value).encode()

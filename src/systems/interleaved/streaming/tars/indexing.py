@@ -14,23 +14,28 @@ from src.systems.interleaved.streaming.tar_index import (
     INCOMPLETE,
     KINDS,
     METADATA,
+    NO_CHAT,
     NO_FIELDS,
     NO_IMAGE,
     NO_TEXT,
     NOT_UTF8,
     OTHER,
+    OTHER_IMAGES,
     PART,
     PROMPT,
     REASONS,
+    SYSTEM,
     TEXT,
+    TEXTS,
     TWICE,
     TarIndex,
     contents_of,
     kind_and_position,
 )
-from src.systems.interleaved.streaming.tars.fields import FieldError, Fields
+from src.systems.interleaved.streaming.tars.fields import NO_NAME, FieldError, Fields
 from src.systems.interleaved.streaming.tars.image_files import MAX_PIXELS, ImageError, image_size, open_image
 from src.systems.interleaved.streaming.tars.members import scan, split_names
+from src.systems.interleaved.streaming.tars.messages import ImagesError, MessagesError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,7 +47,7 @@ EMPTY_TEXT, SPELLS_IMAGES, NOT_IN_TAR = (
     "an image that is not in the tar",
 )
 """Why a member of a good document is not read."""
-_ORDER = {IMAGE: 0, PROMPT: 1, TEXT: 2}
+_ORDER = {SYSTEM: 0, IMAGE: 1, PROMPT: 2, TEXT: 3}
 _NO_NUMBER = 1 << 24
 _MAX_SUFFIXES = 50
 """Maximum number of suffixes counted separately per reason; the rest are counted together."""
@@ -142,6 +147,8 @@ class _Builder:
                     )
                 except FieldError:
                     bad = NO_FIELDS
+                except MessagesError as error:
+                    bad = OTHER_IMAGES if isinstance(error, ImagesError) else NO_CHAT
             self.field_counts.update(self.fields.entries[entry].text for entry in entries)
         parts.sort()
         if not bad:
@@ -238,6 +245,10 @@ class _Builder:
         key = split_names([name.lower()])[0][0].rpartition("/")[2]
         entries.update(item.entry for item in items)
         images = self._find_images([item.name for item in items if item.name], places, key)
+        if fields.has_messages:
+            in_tar = {place for ending, place in places.items() if kind_and_position(ending)[0] == IMAGE}
+            if None in images.values() or not in_tar <= set(images.values()):
+                raise ImagesError(f"{name}: {len(images)} images in messages, {len(in_tar)} in the tar")
         derived_parts, num_lost = list[_Part](), 0
         for i, item in enumerate(items):
             entry = fields.entries[item.entry]
@@ -245,7 +256,7 @@ class _Builder:
             if place is None:
                 num_lost += 1
                 continue
-            kind, member = KINDS.index(entry.kind), by_place[place]
+            kind, member = KINDS.index(item.kind), by_place[place]
             order = (0, i, 0) if is_ordered else (1, _ORDER[kind], item.entry)
             derived_parts.append(_Part(order, place, kind, member.data, member.size, item.pick))
             unread.pop(place, None)
@@ -260,8 +271,11 @@ class _Builder:
             matches[name] = places.get(base, places.get(base.removeprefix(f"{key}.")))
         unknown = [name for name in matches if matches[name] is None]
         positions = [(kind_and_position(ending), place) for ending, place in places.items()]
+        is_unnamed = any(name.startswith(NO_NAME) for name in unknown)
         numbered_images = sorted(
-            (position, place) for (kind, position), place in positions if kind == IMAGE and position is not None
+            (-1 if position is None else position, place)
+            for (kind, position), place in positions
+            if kind == IMAGE and (place not in matches.values() if is_unnamed else position is not None)
         )
         if len(unknown) == len(numbered_images):
             matches.update(zip(unknown, (place for _, place in numbered_images), strict=True))
@@ -270,12 +284,14 @@ class _Builder:
     def _texts_defect(self, parts: Sequence[_Part], endings: Sequence[str], unread: dict[int, str]) -> int:
         """Check the texts of a document; returns the number of the defect in REASONS.
         Adds dropped texts to `unread`."""
-        texts = [part for part in parts if part.kind in (TEXT, PROMPT)]
+        texts = [part for part in parts if part.kind in TEXTS]
         has_text = False
         try:
             for part, content in zip(texts, self._contents(texts), strict=True):
                 reason = unread_text(content.decode())
                 has_text |= part.kind == TEXT and not reason
+                if self.fields and self.fields.has_messages:
+                    continue
                 if reason and part.pick:
                     self._pass_over(reason, f"{endings[part.member]}:", len(content))
                 elif reason:

@@ -1,0 +1,225 @@
+"""Documents as conversations, written by the tokenizer's chat template with loss only on answers.
+
+Images and prompts are the user's, texts the assistant's. The ids are those of a processor's `apply_chat_template`,
+except that text of messages never becomes a control token.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from itertools import groupby, pairwise
+from typing import TYPE_CHECKING, Any, cast
+
+from src.data.text.spans import Span, SpanEncoder
+from src.errors import DataError
+from src.systems.interleaved.streaming import images, tar_index
+from src.systems.interleaved.streaming.manifest import Manifest
+from src.systems.interleaved.streaming.tar_index import GOOD, IMAGE, PROMPT, REASONS, SYSTEM, TEXT
+from src.systems.interleaved.streaming.texts import TextTokens
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+ROLE_OF = {SYSTEM: "system", IMAGE: "user", PROMPT: "user", TEXT: "assistant"}
+"""Role of the message that a part belongs to, by its kind. Adjacent parts of one role are one message."""
+_BAD = (tar_index.NO_TEXT, tar_index.NO_FIELDS, tar_index.NO_CHAT, tar_index.OTHER_IMAGES)
+_MARK = "\x02"
+"""Delimiter of a part's number, which replaces its text while the template is rendered."""
+_PLACE = re.compile(f"{_MARK}([0-9]+){_MARK}|{re.escape(images.IMAGE)}")
+_PROBE = ((IMAGE, ""), (PROMPT, " one "), (TEXT, " two "), (PROMPT, "three"), (IMAGE, ""), (TEXT, "four"))
+
+
+class _Encoder(SpanEncoder):
+    """Encodes spans with roles 2 * part, + 1 for tokens of an answer."""
+
+    def is_answer(self, role: int) -> bool:
+        return role % 2 == 1
+
+    def find_control(self, text: str, begin: int, end: int) -> re.Match[str] | None:
+        """The first control token in a range of a text."""
+        return self._controls.search(text, begin, end)
+
+
+class ChatTokens(TextTokens):
+    """Tokenizes the texts of documents together with the chat template between them.
+
+    The ids of a part start with those of the template before it, such as the end of the last message; an image's are
+    only these. The last part ends with the rest of the template.
+    """
+
+    is_chat = True
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerFast", style: str = "idefics3", where: str = "chat") -> None:
+        """style: see `TextTokens`. where: path of the setting, for error messages.
+
+        Raises:
+            DataError: the tokenizer has no chat template, or it cannot be trained with.
+        """
+        super().__init__(tokenizer, style)
+        self.begin, self.end = [], []
+        self._where, self._source = where, tokenizer.chat_template
+        if not isinstance(self._source, str):
+            raise DataError(
+                f"{where}: {tokenizer.name_or_path or 'the tokenizer'} has no chat template. Use a model with a "
+                "chat_template.jinja, or write one into its folder."
+            )
+        if "strftime_now" in self._source:
+            raise DataError(f"{where}: the chat template writes today's date, so a resumed training would differ.")
+        self._names = {name: text for name, text in tokenizer.special_tokens_map.items() if isinstance(text, str)}
+        self._encoder, self._separator = _Encoder(tokenizer), str(tokenizer.eos_token)
+        controls = sorted((str(t), i) for i, t in tokenizer.added_tokens_decoder.items() if str(t) in self._source)
+        rules = json.dumps([self.digest, self._source, self._names, controls])
+        self.digest = hashlib.sha256(rules.encode()).hexdigest()[:16]
+        self._check()
+
+    def encode(self, kinds: Sequence[int], contents: Sequence[bytes | None]) -> list[list[int]]:
+        return self.encode_with_loss(kinds, contents)[0]
+
+    def encode_with_loss(
+        self, kinds: Sequence[int], contents: Sequence[bytes | None]
+    ) -> tuple[list[list[int]], list[list[bool]]]:
+        """See `TextTokens`. Answers are learned from the end of their generation prompt to their end token.
+
+        Raises:
+            DataError: the template cannot write the conversation.
+            UnicodeDecodeError: a text is not UTF-8.
+        """
+        texts = [b"" if kind == IMAGE else content or b"" for kind, content in zip(kinds, contents, strict=True)]
+        texts = ["" if any(token in text for token in images.RESERVED) else text for text in map(bytes.decode, texts)]
+        ids, masks = [list[int]() for _ in kinds], [list[bool]() for _ in kinds]
+        first = next((part for part, kind in enumerate(kinds) if kind in ROLE_OF), 0)
+        for token, role in zip(*self._encoder.encode_roles(self._spans(kinds, texts)), strict=True):
+            part = first if role < 0 else role // 2
+            ids[part].append(token)
+            masks[part].append(role > 0 and role % 2 == 1)
+        for part, kind in enumerate(kinds):
+            if kind == IMAGE:  # the separator
+                ids[part].pop()
+                masks[part].pop()
+        return ids, masks
+
+    def _spans(self, kinds: Sequence[int], texts: Sequence[str]) -> list[Span]:
+        """The text of a conversation as spans with the roles of `_Encoder`; a separator is at the place of each
+        image."""
+        messages = _messages(kinds, [f"{_MARK}{part}{_MARK}" for part in range(len(kinds))])
+        text = self._render(messages)
+        places, parts = [*_PLACE.finditer(text)], [part for part, kind in enumerate(kinds) if kind in ROLE_OF]
+        if [int(place[1] or -1) for place in places] != [-1 if kinds[part] == IMAGE else part for part in parts]:
+            raise DataError(f"{self._where}: the chat template does not write each text and image once, in order.")
+        answers = [self._answer(messages, number, text) for number in range(1, len(messages))]
+        answers = [answer for answer in answers if answer]
+        spans, offset = list[Span](), 0
+        for part, place in zip(parts, places, strict=True):
+            spans += _template_spans(text, offset, place.start(), part, answers)
+            content = texts[part] if place[1] else self._separator
+            is_learned = any(begin <= place.start() < end for begin, end in answers)
+            spans.append(Span(content, 2 * part + is_learned, controls=not place[1]))
+            offset = place.end()
+        spans += _template_spans(text, offset, len(text), parts[-1], answers) if parts else []
+        return self._with_spaces([span for span in spans if span.text]) if self._adds_spaces else spans
+
+    def _with_spaces(self, spans: Sequence[Span]) -> list[Span]:
+        """Spans with a space between an image and a text, like those of transformers' Idefics2Processor."""
+        result = list[Span]()
+        for before, span in pairwise([Span("", 0), *spans]):
+            is_text = span.text != self._separator and not (span.text[0].isspace() or span.text[0] == "<")
+            result += [Span(" ", span.role)] if before.text == self._separator and is_text else []
+            result.append(span)
+        return result
+
+    def _answer(self, messages: Sequence[Any], number: int, text: str) -> tuple[int, int] | None:
+        """The range in `text` of message `number`, to its end token; None if it is not the assistant's."""
+        if messages[number]["role"] != "assistant":
+            return None
+        prompt = self._render(messages[:number], answering=True)
+        if not text.startswith(prompt):
+            raise DataError(
+                f"{self._where}: the generation prompt of the chat template does not start the answer: "
+                f"{prompt[-40:]!r}."
+            )
+        last = messages[number]["content"][-1]["text"]
+        begin = text.index(last) + len(last)
+        following = _PLACE.search(text, begin)
+        end = self._encoder.find_control(text, begin, following.start() if following else len(text))
+        if end is None:
+            raise DataError(
+                f"{self._where}: no control token of the chat template ends an answer, so the model would not learn to "
+                "stop. Use a template that writes one, and check that the tokenizer has it."
+            )
+        return len(prompt), end.end()
+
+    def _render(self, messages: Sequence[Any], answering: bool = False) -> str:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            texts, _ = cast(Any, render_jinja_template)(
+                conversations=[[*messages]],
+                chat_template=self._source,
+                add_generation_prompt=answering,
+                **self._names,
+            )
+        except Exception as error:  # noqa: BLE001  a template can raise anything
+            roles, reason = " ".join(message["role"] for message in messages), " ".join(str(error).split())[:200]
+            raise DataError(f"{self._where}: the chat template rejects the messages {roles} ({reason}).") from None
+        return texts[0]
+
+    def _check(self) -> None:
+        """Raises DataError if the template cannot be trained with."""
+        kinds, texts = [kind for kind, _ in _PROBE], [text for _, text in _PROBE]
+        self._spans(kinds, texts)
+        text = self._render(_messages(kinds, [f"{_MARK}{part}{_MARK}" for part in range(len(kinds))]))
+        expected = _PLACE.sub(lambda place: texts[int(place[1])] if place[1] else place.group(), text)
+        if self._render(_messages(kinds, texts)) != expected:
+            raise DataError(f"{self._where}: the chat template changes the text of messages. Use one that does not.")
+
+    @property
+    def answer_ends(self) -> list[int]:
+        """Ids of the control tokens that end an answer."""
+        ids, masks = self.encode_with_loss([PROMPT, TEXT], [b"?", b"?"])
+        return [token for token, is_learned in zip(ids[1], masks[1], strict=True) if is_learned][-1:]
+
+
+def _messages(kinds: Sequence[int], texts: Sequence[str]) -> list[dict[str, Any]]:
+    """The messages of a document, as transformers' processors read them."""
+    items = [
+        (ROLE_OF[kind], {"type": "image"} if kind == IMAGE else {"type": "text", "text": text})
+        for kind, text in zip(kinds, texts, strict=True)
+        if kind in ROLE_OF
+    ]
+    messages = groupby(items, key=lambda item: item[0])
+    return [{"role": role, "content": [item for _, item in group]} for role, group in messages]
+
+
+def _template_spans(text: str, begin: int, end: int, part: int, answers: Sequence[tuple[int, int]]) -> list[Span]:
+    """Text of the template before a part, split at the borders of answers."""
+    borders = sorted({begin, end, *(border for answer in answers for border in answer if begin < border < end)})
+    return [
+        Span(text[one:other], 2 * part + any(first <= one < last for first, last in answers), controls=True)
+        for one, other in pairwise(borders)
+    ]
+
+
+def make_tokens(tokenizer: "PreTrainedTokenizerFast", style: str, is_chat: bool, where: str = "chat") -> TextTokens:
+    """The tokens of a source's texts. style: see `ImagesConfig`. where: see `ChatTokens`."""
+    return ChatTokens(tokenizer, style, where) if is_chat else TextTokens(tokenizer, style)
+
+
+def check_documents(where: str, shard_list: Manifest) -> None:
+    """Raises DataError, which starts with `where`, for a document that is not a conversation."""
+    for shard in shard_list.shards:
+        index = tar_index.load_file(shard_list.folder / shard.index, shard.bytes, shard.url, shard.index_digest)
+        kinds, records = index.parts["kind"].tolist(), index.documents[["first_part", "parts", "bad"]].tolist()
+        for number, (first, count, bad) in enumerate(records):
+            roles = [role for role, _ in groupby(ROLE_OF[k] for k in kinds[first : first + count] if k in ROLE_OF)]
+            turns = roles[roles[:1] == ["system"] :]
+            if bad in _BAD:
+                problem = REASONS[bad]
+            elif bad == GOOD and (not turns or turns != ["user", "assistant"] * (len(turns) // 2)):
+                problem = f"its roles are {', '.join(roles) or 'none'}; expected user and assistant in turns"
+            else:
+                continue
+            raise DataError(
+                f"{where}: document {number} of {shard.url}: {problem}. Correct or remove it, and index the tars again "
+                "with python -m data_prep.interleaved.index."
+            )
