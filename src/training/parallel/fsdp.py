@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers.pytorch_utils import Conv1D
 
 from src.support import distributed
-from src.support.weights import matching_state, stored_names, trained_weights
+from src.support.deferred import Recording, take_recording
+from src.support.weights import matching_state, trained_weights
 from src.training.checkpointing import checkpoint, safetensors_stream
 from src.training.checkpointing.shard_store import ShardStore
 from src.training.config import LoopConfig
@@ -56,7 +58,11 @@ class FSDPEngine(Engine):
         """See `Options.fsdp_replicas` and `Options.fsdp_sharded_gradients`."""
         super().__init__(accelerator, module, config)
         distributed.ensure_group()
-        names_by_folder = stored_names(module)
+        recording = take_recording(module)
+        deferred = {name: weight.detach() for name, weight in module.named_parameters() if weight.is_meta}
+        if recording:
+            for folder in recording.folders(module):
+                log.info("%s: each process loads its shard of these weights.", folder)
         self.sharded_gradients = sharded_gradients
         shape = (replicas, distributed.world_size() // replicas) if replicas > 1 else (distributed.world_size(),)
         mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("replica", "shard")[-len(shape) :])
@@ -70,23 +76,27 @@ class FSDPEngine(Engine):
             register_fsdp_forward_method(module, "generate")
         self.model, self.root = module, root
         self.shards = ShardStore()
-        if names_by_folder:
-            self._fill(names_by_folder)
+        if recording:
+            self._fill(recording, deferred)
         self.optimizer = optimizers.build_optimizer(module, config, accelerator.device)
 
-    def _fill(self, names_by_folder: Mapping[Path, Mapping[str, str]]) -> None:
-        """Load this process's shard of the weights that the model was built without; other tensors do not change.
-        names_by_folder: from `stored_names`."""
+    def _fill(self, recording: Recording, deferred: Mapping[str, Tensor]) -> None:
+        """Compute this process's shard of the weights that the model was built without; other tensors do not change.
+        deferred: these weights by name, on the meta device."""
         there = {name: tensor.detach().clone() for name, tensor in self._tensors() if not tensor.is_meta}
         self.module.to_empty(device=self.accelerator.device)
         with torch.no_grad():
             for name, tensor in self._tensors():
                 if name in there:
                     tensor.copy_(there[name])
-        state = self.module.state_dict()
-        for folder, names in names_by_folder.items():
-            log.info("%s: each process loads its shard of these weights.", folder)
-            self.shards.load(folder, {file: state[name] for file, name in names.items()})
+        parameters = dict(self.module.named_parameters())
+        with distributed.raise_together(), torch.no_grad():
+            for name, tensor in deferred.items():
+                shard = parameters[name]
+                assert isinstance(shard, DTensor)
+                shape, offset = compute_local_shape_and_global_offset(shard.shape, shard.device_mesh, shard.placements)
+                if shape[0]:
+                    shard.to_local().copy_(recording.compute_rows(tensor, offset[0], offset[0] + shape[0]))
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield parameters and buffers with their names."""
