@@ -25,21 +25,22 @@ def read_later(recording: Recording, build: Callable[[], Any], folder: Path, fil
     """
     if {path.resolve() for path in folder.glob("*.safetensors")} != {path.resolve() for path in files}:
         raise ValueError(f"{folder}: the weights are in other files.")
-    stored: dict[str, Tensor] = {}
+    saved_tensors: dict[str, Tensor] = {}
     holders: dict[str, Path] = {}
     for file in files:
         tensors = recording.read_later(file)
-        stored |= tensors
+        saved_tensors |= tensors
         holders |= dict.fromkeys(tensors, file)
     with recording.pause():
-        with init_empty_weights(include_buffers=False):
+        # `from_pretrained` draws no random numbers, but some constructors do.
+        with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False):
             model = build()
         model.tie_weights()
         _untie(model, holders)
     state = {
         name: tensor
         for name, tensor in model.state_dict(keep_vars=True).items()
-        if name in stored and stored[name].shape == tensor.shape
+        if name in saved_tensors and saved_tensors[name].shape == tensor.shape
     }
     ids = {id(tensor) for tensor in state.values()}
     if any(id(parameter) not in ids for parameter in model.parameters()):
@@ -48,7 +49,7 @@ def read_later(recording: Recording, build: Callable[[], Any], folder: Path, fil
         model.generation_config = GenerationConfig.from_pretrained(folder)
     model.name_or_path = str(folder)
     for name, tensor in state.items():
-        tensor.detach().copy_(stored[name])
+        tensor.detach().copy_(saved_tensors[name])
     return model.eval()
 
 

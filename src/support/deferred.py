@@ -5,6 +5,8 @@ torch's generator. A weight computed later is equal in every bit to that of a mo
 left in the same state. Weights in safetensors files are recorded as reads.
 """
 
+import copy
+import itertools
 import mmap
 from bisect import bisect_left
 from collections import defaultdict
@@ -48,7 +50,7 @@ class _Operation:
     results: Sequence[Tensor]
     reads: Sequence[int]
     """Storages with values that it needs."""
-    replaced: Sequence[Tensor] = ()
+    overwrites: Sequence[Tensor] = ()
     """Tensors that it overwrites completely, in place."""
     random_state: Tensor | None = None
     """State of torch's generator before an operation that draws."""
@@ -109,18 +111,18 @@ class Recording(TorchDispatchMode):
         state = torch.get_rng_state() if draws else None
         if draws:
             func(*tree_map_only(Tensor, _empty_like, args), **kwargs)  # advances the generator
-        replaced = [t for t in changed if name in _REPLACES and t.nbytes == t.untyped_storage().nbytes()]
-        reads = [_storage(t) for t in tensors if t.is_meta and not any(t is each for each in replaced)]
-        replaced = [t for t in replaced if _storage(t) not in reads]
+        overwrites = [t for t in changed if name in _REPLACES and t.nbytes == t.untyped_storage().nbytes()]
+        reads = [_storage(t) for t in tensors if t.is_meta and not any(t is each for each in overwrites)]
+        overwrites = [t for t in overwrites if _storage(t) not in reads]
         if is_new or "device" in kwargs:
             kwargs["device"] = _META
         planned_args, planned_kwargs = tree_map_only(Tensor, _on_meta, (args, kwargs))
         result = func(*planned_args, **planned_kwargs)
-        args, kwargs, results, replaced = tree_map_only(Tensor, _alias, (args, kwargs, _tensors(result), replaced))
+        args, kwargs, results, overwrites = tree_map_only(Tensor, _alias, (args, kwargs, _tensors(result), overwrites))
         if "device" in kwargs:
             kwargs["device"] = torch.device("cpu")
         self._add(
-            _Operation(func, name, args, kwargs, results, reads, replaced, state),
+            _Operation(func, name, args, kwargs, results, reads, overwrites, state),
             {_storage(t) for t in changed} | {_storage(t) for t in results} - {_storage(t) for t in tensors},
         )
         return result
@@ -142,8 +144,8 @@ class Recording(TorchDispatchMode):
         Raises:
             CheckpointError: the file is missing or damaged.
         """
-        with self.pause(), reading_tensors(file), safe_open(file, "pt") as stored:
-            parts = {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118  not a dict
+        with self.pause(), reading_tensors(file), safe_open(file, "pt") as content:
+            parts = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118  not a dict
             tensors = {
                 name: torch.empty(part.get_shape(), dtype=_TYPES[part.get_dtype()], device="meta")
                 for name, part in parts.items()
@@ -170,14 +172,14 @@ class Recording(TorchDispatchMode):
 
         with self.pause(), torch.no_grad(), torch.random.fork_rng(devices=[]):
             for operation in self._operations_of(tensor):
-                for each in operation.replaced:
+                for each in operation.overwrites:
                     storages[_storage(each)] = _allocate(each.nbytes)
                 if operation.random_state is not None:
                     torch.set_rng_state(operation.random_state)
                 args, kwargs = tree_map_only(Tensor, real, (operation.args, operation.kwargs))
                 result = operation.run(*args, **kwargs)
-                for planned, computed in zip(operation.results, _tensors(result), strict=True):
-                    storages.setdefault(_storage(planned), computed.untyped_storage())
+                for planned_tensor, result_tensor in zip(operation.results, _tensors(result), strict=True):
+                    storages.setdefault(_storage(planned_tensor), result_tensor.untyped_storage())
             return real(tensor)
 
     def compute_rows(self, tensor: Tensor, begin: int, end: int) -> Tensor:
@@ -200,10 +202,9 @@ class Recording(TorchDispatchMode):
 
     def folders(self, model: nn.Module) -> list[Path]:
         """Folders of the files that the model's weights are read from."""
-        needed = (
-            operation for weight in model.parameters() if weight.is_meta for operation in self._operations_of(weight)
-        )
-        return sorted({operation.run.args[0].parent for operation in needed if operation.name == _READ})
+        weights = [weight for weight in model.parameters() if weight.is_meta]
+        operations = itertools.chain.from_iterable(map(self._operations_of, weights))
+        return sorted({operation.run.args[0].parent for operation in operations if operation.name == _READ})
 
     def _operations_of(self, tensor: Tensor) -> Iterator[_Operation]:
         """The operations that compute the tensor, in their order."""
@@ -236,6 +237,16 @@ def build_deferred(build: Callable[[], Any]) -> Any:
             values |= {key: recording.compute(value) for key, value in meta_tensors.items()}
     setattr(model, _ATTRIBUTE, recording)
     return model
+
+
+def copy_frozen(part: Any, model: nn.Module) -> Any:
+    """A frozen copy of a part of a model from `build_deferred`, whose weights are computed from the same recording."""
+    recording = vars(model)[_ATTRIBUTE]
+    weights = [weight for weight in part.parameters() if weight.is_meta]
+    copies: dict[int, Any] = {id(weight): nn.Parameter(weight.detach()) for weight in weights}
+    frozen_part = copy.deepcopy(part, {id(recording): recording, **copies})
+    setattr(frozen_part, _ATTRIBUTE, recording)
+    return frozen_part.requires_grad_(False).eval()
 
 
 def building_like(model: nn.Module) -> AbstractContextManager[Any]:

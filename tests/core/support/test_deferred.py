@@ -20,11 +20,11 @@ class Many(nn.Module):
         self.attention = nn.MultiheadAttention(8, 2)
         self.rows = nn.Parameter(torch.zeros(7, 3))
         self.rows.data[2:4].normal_()
-        self.scaled = nn.Parameter(torch.ones(33, 2) * torch.arange(33)[:, None])
-        self.transposed = nn.Parameter(torch.randn(5, 6).t().contiguous())
-        self.copied = nn.Parameter(self.matrix.weight.data[3:9].clone())
+        self.products = nn.Parameter(torch.ones(33, 2) * torch.arange(33)[:, None])
+        self.columns = nn.Parameter(torch.randn(5, 6).t().contiguous())
+        self.few_rows = nn.Parameter(self.matrix.weight.data[3:9].clone())
         self.matrix.weight.data.mul_(3)  # the copy does not change
-        self.tied = self.matrix.weight
+        self.same_matrix = self.matrix.weight
         self.register_buffer("frequencies", torch.ones(4) / torch.arange(1, 5))
         self.constant = torch.full((3,), 2.0)
         self.is_large = bool((self.rows > 1).any())
@@ -52,9 +52,9 @@ def test_weights_computed_later_are_equal():
         for name, weight in reversed([*deferred.named_parameters()]):
             assert weight.is_meta
             expected = whole.get_parameter(name)
-            computed = recording.compute(weight)
-            assert (computed.dtype, computed.stride()) == (expected.dtype, expected.stride())
-            assert torch.equal(computed, expected), name
+            values = recording.compute(weight)
+            assert (values.dtype, values.stride()) == (expected.dtype, expected.stride())
+            assert torch.equal(values, expected), name
             assert torch.equal(recording.compute_rows(weight, 1, 3), expected[1:3]), name
         assert torch.equal(state, torch.get_rng_state())
         assert torch.equal(deferred.get_buffer("frequencies"), whole.get_buffer("frequencies"))
