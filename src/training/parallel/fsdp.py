@@ -129,6 +129,7 @@ def shard_model(
     recording = take_recording(module)
     deferred = {name: weight.detach() for name, weight in module.named_parameters() if weight.is_meta}
     if recording:
+        log.info("Each process computes its shard of the weights, one tensor at a time.")
         for folder in recording.folders(module):
             log.info("%s: each process loads its shard of these weights.", folder)
     shape = (replicas, distributed.world_size() // replicas) if replicas > 1 else (distributed.world_size(),)

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, T5Config, T5ForConditionalGeneration
 from src.experiments.config import Places
 from src.experiments.identity import exp_id
 from src.experiments.registry import MODELS, bind
+from src.models import lora
 from src.support.deferred import build_deferred, take_recording
 from src.support.weights import is_unfilled
 from tests import toy, warm
@@ -117,6 +118,29 @@ def test_new_layers_around_a_base_are_initialised(tmp_path: Path, kind: str):
     assert (str(model), model.name_or_path, model.training) == (str(whole), whole.name_or_path, whole.training)
     with pytest.raises(AssertionError, match="another recording"):
         recording.compute(torch.empty(2, device="meta"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_trained_adapters_are_merged_into_weights_that_are_read_later(tmp_path: Path, dtype: str):
+    data = toy.write_data(tmp_path / "data")
+    save(data / "pretrained", "llama")
+    config: Any = bind(MODELS, WRAPPED["adapters"] | {"base": {**PRETRAINED, "dtype": dtype}})
+
+    def build_merged() -> Any:
+        torch.manual_seed(0)
+        model = config.build(Places(data, data))
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                weight.data.normal_()
+        assert lora.merge(model) > 0
+        return model
+
+    whole, model = build_merged(), build_deferred(build_merged)
+    recording = take_recording(model)
+    assert recording
+    for (name, weight), expected in zip(model.named_parameters(), whole.parameters(), strict=True):
+        assert weight.is_meta
+        assert torch.equal(recording.compute(weight), expected), name
 
 
 @pytest.mark.parametrize("readable", [True, False])

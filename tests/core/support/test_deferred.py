@@ -23,7 +23,8 @@ class Many(nn.Module):
         self.products = nn.Parameter(torch.ones(33, 2) * torch.arange(33)[:, None])
         self.columns = nn.Parameter(torch.randn(5, 6).t().contiguous())
         self.few_rows = nn.Parameter(self.matrix.weight.data[3:9].clone())
-        self.matrix.weight.data.mul_(3)  # the copy does not change
+        self.all_rows = nn.Parameter(self.matrix.weight.data.clone())
+        self.matrix.weight.data.mul_(3)  # the copies do not change
         self.same_matrix = self.matrix.weight
         self.register_buffer("frequencies", torch.ones(4) / torch.arange(1, 5))
         self.constant = torch.full((3,), 2.0)
