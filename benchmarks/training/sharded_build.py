@@ -58,7 +58,12 @@ def prepare(data: Path) -> None:
     words = Tokenizer(WordLevel({f"t{i}": i for i in range(2000)}, unk_token="t0"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t0", eos_token="t1", bos_token="t2")
     tokenizer.save_pretrained(data / "decoder")
-    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 12, "num_attention_heads": 8}
+    sizes: dict[str, Any] = {
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 8,
+    }
     config = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=64, **sizes)
     LlamaForCausalLM(config).save_pretrained(data / "decoder")
 

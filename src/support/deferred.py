@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
-from safetensors.torch import _TYPES, safe_open
+from safetensors import safe_open
+from safetensors.torch import _TYPES
 from torch import Tensor, nn
 from torch.nn import init
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -249,11 +250,16 @@ def copy_frozen(part: Any, model: nn.Module) -> Any:
     return frozen_part.requires_grad_(False).eval()
 
 
+def pause_recording() -> AbstractContextManager[Any]:
+    """A block in which tensors have values, also in a `Recording`."""
+    return Recording.active.pause() if Recording.active else nullcontext()
+
+
 def building_like(model: nn.Module) -> AbstractContextManager[Any]:
     """A block in which further weights are built with values if those of the model have values, also in a `Recording`.
 
     peft and transformers mix them with the model's."""
-    return Recording.active.pause() if Recording.active and not is_unfilled(model) else nullcontext()
+    return nullcontext() if is_unfilled(model) else pause_recording()
 
 
 def read_file(file: Path) -> dict[str, Tensor]:

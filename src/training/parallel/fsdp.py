@@ -59,7 +59,6 @@ class FSDPEngine(Engine):
         super().__init__(accelerator, module, config)
         self.sharded_gradients = sharded_gradients
         root = shard_model(module, accelerator.device, accelerator.mixed_precision == "bf16", replicas)
-        assert isinstance(root, FSDPModule)
         if hasattr(module, "generate"):  # it does not call the root's forward, which gathers
             register_fsdp_forward_method(module, "generate")
         self.model, self.root = module, root
@@ -116,7 +115,7 @@ class FSDPEngine(Engine):
 
 def shard_model(
     module: nn.Module, device: torch.device, bfloat16: bool, replicas: int = 1, frozen: bool = False
-) -> nn.Module:
+) -> FSDPModule:
     """Shard a model in place. If it was built without weights, compute this process's shard of them. Collective.
 
     bfloat16: whether to gather the weights that autocast would cast in this type. frozen: whether to hold no gathered
@@ -139,6 +138,7 @@ def shard_model(
             fully_shard(cast, mesh=mesh, mp_policy=_BFLOAT16)
         fully_shard(layer, mesh=mesh)
     root = fully_shard(module, mesh=mesh, reshard_after_forward=True if frozen else None)
+    assert isinstance(root, FSDPModule)
     if recording:
         _fill(module, device, recording, deferred)
     return root

@@ -86,7 +86,7 @@ def digest(sample: Any) -> str:
 
 
 def with_references(
-    model: nn.Module, parts: Mapping[str, Sequence[Dataset]], run: Path, micro_batch: int, precision: str
+    model: Any, parts: Mapping[str, Sequence[Dataset]], run: Path, micro_batch: int, precision: str
 ) -> dict[str, list[float]]:
     """Summed log-probabilities of the learned tokens of each row of every sample, by `digest`.
     Loads them from the run if they are saved there, else computes and saves them.
