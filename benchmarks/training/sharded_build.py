@@ -7,10 +7,12 @@ memory after all imports, as a share of the bytes of all weights. The last colum
 reference of PPO adds a sharded copy of the policy, whose bytes count too. On a CPU, with gloo.
 """
 
+import argparse
 import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -103,15 +105,20 @@ def measure(data: Path, kind: str, is_complete: bool) -> None:
 def largest_share(data: Path, kind: str, processes: int, is_complete: bool = False) -> tuple[float, int]:
     """The largest growth of `processes` processes as a share of the weights, and the bytes of the weights."""
     command = ["torch.distributed.run", "--nproc-per-node", str(processes), "-m", "benchmarks.training.sharded_build"]
-    arguments = [str(data), kind, *(["complete"] if is_complete else [])]
+    arguments = ["--data", str(data), "--kind", kind, *(["--complete"] if is_complete else [])]
     subprocess.run([sys.executable, "-m", *command, *arguments], stdout=sys.stderr, check=True)
     growths = [json.loads((data / f"growth-{rank}").read_text()) for rank in range(processes)]
     return max(growth / num_bytes for growth, num_bytes in growths), growths[0][1]
 
 
-def main() -> None:
-    if len(sys.argv) > 1:
-        measure(Path(sys.argv[1]), sys.argv[2], "complete" in sys.argv[3:])
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, help="set in the measured processes: folder of the pretrained decoder")
+    parser.add_argument("--kind", help="with --data: the model to measure")
+    parser.add_argument("--complete", action="store_true", help="with --data: build the complete model first")
+    args = parser.parse_args(argv)
+    if args.data:
+        measure(args.data, args.kind, args.complete)
         return
     with tempfile.TemporaryDirectory() as folder:
         prepare(Path(folder))
