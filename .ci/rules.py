@@ -29,7 +29,7 @@ LEVELS: list[set[str]] = [
     {"src.files", "src.support.command_line", "src.support.served_page", "src.support.torch_settings"},
     {"src.experiments.config", "src.experiments.kinds"}
     | {f"src.support.{name}" for name in ("distributed", "flops", "patterns", "weights")},
-    {"src.support.call_once", "src.runs.history.log_rules", "src.experiments.registry"},
+    {"src.support.call_once", "src.support.deferred", "src.runs.history.log_rules", "src.experiments.registry"},
     {"src.experiments.interfaces"},
     {"src.experiments", "src.evaluation.metrics"},
     {"src.runs"},

@@ -45,11 +45,6 @@ class ModelConfig(Component):
             UserError: a file it is built from is missing or damaged.
         """
 
-    def build_unfilled(self, places: Places) -> Any:
-        """Like `build`, for FSDP2: leave out the weights that each rank can later read as shards from files.
-        By default, builds all."""
-        return self.build(places)
-
     def check(self, places: Places) -> None:
         """Raise a UserError if `build` would fail, as far as is known without loading weights."""
 

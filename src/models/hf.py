@@ -3,9 +3,11 @@
 import contextlib
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,11 +22,11 @@ from src.files import read_json, sample_digest, sha256
 from src.models import hub_files, kv_cache_size, prepared_tokenizer
 from src.models.architecture import from_dict
 from src.support.call_once import call_once
-from src.support.weights import build_unfilled
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+log = logging.getLogger(__name__)
 BITSANDBYTES = "requirements/bitsandbytes.txt"
 WITHOUT = {
     "sdpa": ("bloom", "gpt_neo"),
@@ -114,25 +116,44 @@ class Config(ModelConfig):
         return self.load(places, "AutoModelForCausalLM")
 
     def load(self, places: Places, kind: str) -> "PreTrainedModel":
-        """Load the model as transformers' class `kind`.
+        """Load the model as transformers' class `kind`. In a `Recording`, its weights are read later if possible.
 
         Raises:
             UserError: see `build`.
         """
-        import pickle
-
-        import torch
         import transformers
-        from huggingface_hub.errors import StrictDataclassError
-        from safetensors import SafetensorError
+
+        from src.support.deferred import Recording, building_like
 
         self.require_files(places)
-        folder = self.folder(places)
         if places.on_paper:
             return self._build_on_paper(places, getattr(transformers, kind))
         self.check_device()
+        load = partial(self._read_later, Recording.active) if Recording.active else self._load_pretrained
+        model: Any = load(places, getattr(transformers, kind))
+        if self.extra_tokens or self.tokenizer:
+            model.name_or_path = str(self.tokenizer_folder(places))
+            with building_like(model):
+                prepared_tokenizer.grow_embeddings(model, Path(model.name_or_path), self.extra_tokens or ())
+        if self.quantization is None:
+            return model
+        for module in model.modules():
+            # With AVX512-BF16 a pass without gradients packs the weights, and later passes get no gradients (0.50.2).
+            if hasattr(module, "support_avx512bf16_for_cpu"):
+                module.support_avx512bf16_for_cpu = False
+        return model.requires_grad_(False)
+
+    def _load_pretrained(self, places: Places, made_by: Any) -> "PreTrainedModel":
+        """Load the model with its weights. made_by: transformers' class."""
+        import pickle
+
+        import torch
+        from huggingface_hub.errors import StrictDataclassError
+        from safetensors import SafetensorError
+
+        folder = self.folder(places)
         try:
-            loaded: Any = getattr(transformers, kind).from_pretrained(
+            loaded: Any = made_by.from_pretrained(
                 folder,
                 dtype=getattr(torch, self.dtype),
                 local_files_only=True,
@@ -165,40 +186,24 @@ class Config(ModelConfig):
             raise CheckpointError(
                 f"{hub_files.find_weights(folder)}: incomplete: {missing} missing. Download it again."
             )
-        if self.extra_tokens or self.tokenizer:
-            model.name_or_path = str(self.tokenizer_folder(places))
-            prepared_tokenizer.grow_embeddings(model, Path(model.name_or_path), self.extra_tokens or ())
-        if self.quantization is None:
-            return model
-        for module in model.modules():
-            # With AVX512-BF16 a pass without gradients packs the weights, and later passes get no gradients (0.50.2).
-            if hasattr(module, "support_avx512bf16_for_cpu"):
-                module.support_avx512bf16_for_cpu = False
-        return model.requires_grad_(False)
+        return model
 
-    def build_unfilled(self, places: Places) -> "PreTrainedModel":
-        """Like `build`, for FSDP2: without weights if each process can read its part of them from safetensors files.
-
-        Raises:
-            UserError: see `build`.
-        """
-        self.check(places)
-        return self.load_unfilled(places, "AutoModelForCausalLM")
-
-    def load_unfilled(self, places: Places, kind: str) -> "PreTrainedModel":
-        """Like `load`, without weights where possible; see `build_unfilled`."""
+    def _read_later(self, recording: Any, places: Places, made_by: Any) -> "PreTrainedModel":
+        """Build the model without weights if they can be read later from safetensors files, else load it."""
         import torch
-        import transformers
 
-        self.require_files(places)
-        weights, model = hub_files.find_weights(self.folder(places)), None
-        if not (self.quantization or self.extra_tokens or self.tokenizer) and weights:
-            more = {"attn_implementation": self.attention} if self.attention else {}
-            with contextlib.suppress(Exception):  # `load` reports the error
-                config, make = self._scaled_config(places), _maker(getattr(transformers, kind))
-                empty = lambda: make(config, dtype=getattr(torch, self.dtype), **more)  # noqa: E731
-                model = build_unfilled(empty, self.folder(places), hub_files.weight_files(weights))
-        return self.load(places, kind) if model is None else model
+        from src.models import unfilled
+
+        folder = self.folder(places)
+        weights = None if self.quantization else hub_files.find_weights(folder)
+        more = {"attn_implementation": self.attention} if self.attention else {}
+        make = partial(_maker(made_by), dtype=getattr(torch, self.dtype), **more)
+        with contextlib.suppress(Exception):  # `_load_pretrained` reports the error
+            files = hub_files.weight_files(weights) if weights else []
+            return unfilled.read_later(recording, lambda: make(self._scaled_config(places)), folder, files)
+        log.info("%s: each process loads all of these weights before it shards them.", folder)
+        with recording.pause():
+            return self._load_pretrained(places, made_by)
 
     def _build_on_paper(self, places: Places, made_by: Any) -> Any:
         """Build the model without weights. made_by: transformers' class."""

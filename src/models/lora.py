@@ -15,7 +15,6 @@ from src.experiments.config import Places, unknown_text
 from src.experiments.interfaces import ModelField, WrapperConfig
 from src.experiments.kinds import CROSS_ATTENTION
 from src.support.call_once import call_once
-from src.support.weights import appear_filled
 
 if TYPE_CHECKING:
     from torch import nn
@@ -88,13 +87,13 @@ class Config(WrapperConfig):
     def trained_type(self, places: Places) -> str:
         return "float32"
 
-    def build_unfilled(self, places: Places) -> "nn.Module":
-        return self._adapt(self.base.build_unfilled(places), places)
-
     def _adapt(self, model: "nn.Module", places: Places) -> "nn.Module":
         """Add adapters to the base `model` in place."""
         from peft import LoraConfig, inject_adapter_in_model
         from transformers.pytorch_utils import Conv1D
+
+        from src.support.deferred import building_like
+        from src.support.weights import is_unfilled
 
         merge(model)
         decoder = _decoder(model)
@@ -114,21 +113,33 @@ class Config(WrapperConfig):
             fan_in_fan_out=transposed,
             trainable_token_indices=self._new_rows(places, decoder),
         )
-        with appear_filled(decoder):
+        is_deferred = is_unfilled(decoder)
+        with building_like(decoder):
             inject_adapter_in_model(settings, decoder)  # freezes the rest of the decoder
         for parameter in decoder.parameters():
             if parameter.requires_grad:  # in float32 for any type of the base, as rounding would lose small updates
+                if is_deferred:  # as peft does, but not on the meta device
+                    parameter.data = parameter.data.to(decoder.dtype)
                 parameter.data = parameter.data.float()
         return model
 
     def _new_rows(self, places: Places, decoder: Any) -> dict[str, list[int]] | None:
         """Ids of the base's new tokens. Their rows of the embedding, and of the output matrix if not tied, are
         trained."""
+        from torch import nn
+        from torch.utils import swap_tensors
+
+        from src.support.deferred import Recording
+
         ids = [*self.base.new_token_ids(places)]
         if not ids:
             return None
         inputs, outputs = decoder.get_input_embeddings(), decoder.get_output_embeddings()
         tables = [inputs] if outputs is None or outputs.weight is inputs.weight else [inputs, outputs]
+        if Recording.active:  # peft's lists of row numbers have no values on the meta device
+            for table in tables:
+                values = nn.Parameter(Recording.active.compute(table.weight), table.weight.requires_grad)
+                swap_tensors(table.weight, values)
         return {name: ids for name, module in decoder.named_modules() if any(module is table for table in tables)}
 
     def check(self, places: Places) -> None:

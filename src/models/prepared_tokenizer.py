@@ -94,6 +94,9 @@ def grow_embeddings(model: Any, folder: Path, extra: Sequence[str]) -> None:
     New embeddings are drawn from torch's global generator with mean and covariance of the existing ones, transformers'
     default.
     """
+    from src.support.deferred import Recording
+
     num_tokens = len(load(folder, extra))
     if model.get_input_embeddings().num_embeddings < num_tokens:
-        model.resize_token_embeddings(num_tokens, mean_resizing=model.device.type != "meta")
+        on_paper = model.device.type == "meta" and Recording.active is None
+        model.resize_token_embeddings(num_tokens, mean_resizing=not on_paper)

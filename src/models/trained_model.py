@@ -158,10 +158,11 @@ def from_checkpoint(folder: Path, subject: str, places: Places) -> "nn.Module":
         CheckpointError: the checkpoint is damaged or inconsistent.
         UserError: a part of the model is missing.
     """
+    from src.support.deferred import read_file
     from src.support.weights import load_trained
 
     model = _bind_model(read_json(folder / "model.json", CheckpointError), subject).build(places)
-    load_trained(model, folder / "model.safetensors")
+    load_trained(model, folder / "model.safetensors", read_file)
     model.name_or_path = str(folder / "tokenizer")
     return model
 

@@ -118,7 +118,7 @@ def train_on_text(recipe: TrainingRecipe, run: Run, how: TextTraining) -> None:
     loss, reported_sums, count = how.loss, how.reported_sums, how.count or count_loss_tokens
     torch.manual_seed(recipe.seed)
     with distributed.raise_together():
-        model = recipe.build_model(run, used_before=how.prepare is not None)
+        model = recipe.build_model(run)
         tokenizer = tokenizers.load(model.name_or_path, recipe.model.new_tokens())
         val = recipe.data.build(run.places, tokenizer, "val", recipe.seed)
         train = recipe.data.build(run.places, tokenizer, "train", recipe.seed) if recipe.loop else val

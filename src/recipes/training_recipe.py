@@ -229,19 +229,20 @@ class TrainingRecipe(RecipeConfig):
             if available is not None:
                 row_counts.require(f"{name}.questions", requested, available)
 
-    def build_model(self, run: Run, used_before: bool = False) -> Any:
-        """Build the model. For FSDP2, leave out pretrained weights that each process can read in parts later. An
+    def build_model(self, run: Run) -> Any:
+        """Build the model. For FSDP2, leave out weights, which each process reads or draws later, one at a time. An
         evaluated checkpoint of a parent that is not done is marked first, so that the parent keeps it.
-
-        used_before: whether the model runs before the training, so that it needs its weights at once.
         """
         model: Any = self.model
         if self.evaluation and model.name == "experiment" and model.step is not None and distributed.is_main():
             from src.training.checkpointing import continuation
 
             continuation.mark(SavedRun(run.places.runs / model.exp_id), model.step)
-        without_weights = run.options.fsdp and self.loop and not used_before
-        return (self.model.build_unfilled if without_weights else self.model.build)(run.places)
+        if not (run.options.fsdp and self.loop):
+            return self.model.build(run.places)
+        from src.support.deferred import build_deferred
+
+        return build_deferred(lambda: self.model.build(run.places))
 
     def fit_or_evaluate(self, spec: "TrainSpec", run: Run) -> None:
         """Train if there is a loop, else evaluate; then call `spec.finish`. Collective."""

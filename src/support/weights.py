@@ -1,9 +1,9 @@
-"""Trained weights of a model: which ones a checkpoint stores, and how to load them. Models on the meta device."""
+"""Trained weights of a model: which ones a checkpoint stores, and how to load them."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from src.errors import CheckpointError
 from src.files import reading
@@ -11,9 +11,6 @@ from src.files import reading
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-STORED_TENSORS = "stored_tensors"
-"""Attribute of a transformers model that was built unfilled: its tensors that are stored in the folder `name_or_path`,
-by name."""
 AVERAGE = "ema.safetensors"
 """File of a checkpoint with the moving average of the trained parameters, by name; see `loop.ema`."""
 
@@ -32,8 +29,9 @@ def trained_weights(model: "nn.Module") -> "dict[str, Tensor]":
     return {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name in names}
 
 
-def load_trained(model: "nn.Module", file: Path) -> None:
+def load_trained(model: "nn.Module", file: Path, read: "Callable[[Path], dict[str, Tensor]] | None" = None) -> None:
     """Load the `trained_weights` saved as safetensors in `file` into `model`, in place.
+    read: a function that reads the file; None: `read_tensors`.
 
     Raises:
         CheckpointError: the file is missing or damaged, or its names or shapes differ from those of the trained
@@ -41,7 +39,7 @@ def load_trained(model: "nn.Module", file: Path) -> None:
     """
     import torch
 
-    saved = read_tensors(file)
+    saved = (read or read_tensors)(file)
     state = matching_state(model, file, {name: tensor.shape for name, tensor in saved.items()})
     with torch.no_grad():
         for name, tensor in saved.items():
@@ -132,106 +130,6 @@ def summarize_names(names: Iterable[str]) -> str:
     return (", ".join(sorted_names[:3]) or "none") + more
 
 
-def build_unfilled(build: Callable[[], Any], folder: Path, files: Sequence[Path]) -> Any | None:
-    """Build a pretrained transformers model with parameters on the meta device and real buffers.
-
-    FSDP2 shards it first; each rank then reads its shards from `files`, which must be all weight files in `folder`.
-    None if the files cannot be read directly: not safetensors, or a weight of the model is missing by name or shape.
-
-    Raises:
-        CheckpointError: a file is damaged.
-    """
-    from accelerate import init_empty_weights
-    from safetensors import safe_open
-    from transformers import GenerationConfig
-
-    if {path.resolve() for path in folder.glob("*.safetensors")} != {path.resolve() for path in files}:
-        return None
-    with init_empty_weights(include_buffers=False):
-        model = build()
-    model.tie_weights()
-    shapes: dict[str, list[int]] = {}
-    holders: dict[str, Path] = {}
-    for file in files:
-        with reading_tensors(file), safe_open(file, "pt") as tensors:
-            shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118  not a dict
-            holders |= dict.fromkeys(tensors.keys(), file)
-    _untie(model, holders)
-    state = model.state_dict(keep_vars=True)
-    stored_names = [name for name, tensor in state.items() if shapes.get(name) == list(tensor.shape)]
-    stored_ids = {id(state[name]) for name in stored_names}
-    if any(id(parameter) not in stored_ids for parameter in model.parameters()):
-        return None
-    if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
-    model.name_or_path = str(folder)
-    setattr(model, STORED_TENSORS, {name: state[name] for name in stored_names})
-    return model.eval()
-
-
-def _untie(model: "nn.Module", holders: Mapping[str, Path]) -> None:
-    """Untie weights that differ in the files. Transformers does so too, and T5 v1.1 needs it.
-
-    holders: the file of each weight, by name.
-    """
-    from safetensors import safe_open
-    from torch import empty_like, equal, nn
-
-    def read(name: str) -> "Tensor":
-        with safe_open(holders[name], "pt") as tensors:
-            return tensors.get_tensor(name)
-
-    first: dict[int, str] = {}
-    parameters = [
-        (name, parameter) for name, parameter in model.named_parameters(remove_duplicate=False) if name in holders
-    ]
-    for name, parameter in parameters:
-        first_name = first.setdefault(id(parameter), name)
-        if first_name != name and not equal(read(first_name), read(name)):
-            owner, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(owner), attribute, nn.Parameter(empty_like(parameter)))
-
-
 def is_unfilled(model: "nn.Module") -> bool:
     """Whether weights of the model, or of its base, are still on the meta device."""
     return any(parameter.is_meta for parameter in model.parameters())
-
-
-def stored_names(model: "nn.Module") -> dict[Path, dict[str, str]]:
-    """{folder: {name in its files: name in the state dict of `model`}} of the weights to read.
-
-    Wrappers and adapters change names, but not tensors.
-    """
-    state, names, tensor_ids = model.state_dict(keep_vars=True), {}, set()
-    for part in model.modules():
-        if STORED_TENSORS in vars(part):
-            files = {id(tensor): name for name, tensor in getattr(part, STORED_TENSORS).items()}
-            names[Path(str(part.name_or_path))] = {
-                files[id(tensor)]: name for name, tensor in state.items() if id(tensor) in files
-            }
-            tensor_ids |= files.keys()
-    assert all(id(parameter) in tensor_ids for parameter in model.parameters() if parameter.is_meta), (
-        "weights that are in no file"
-    )
-    return names
-
-
-@contextmanager
-def appear_filled(model: "nn.Module") -> Iterator[None]:
-    """Within the block, weights on the meta device appear to be on the CPU, so that peft puts its adapters there.
-    They take no memory."""
-    import torch
-    from torch import nn
-    from torch.utils import swap_tensors
-
-    weights = [weight for weight in model.parameters() if weight.is_meta]
-    zeros = [
-        nn.Parameter(torch.zeros((), dtype=weight.dtype).expand(weight.shape), weight.requires_grad)
-        for weight in weights
-    ]
-    for pair in zip(weights, zeros, strict=True):
-        swap_tensors(*pair)
-    yield
-    for weight, zero in zip(weights, zeros, strict=True):
-        swap_tensors(weight, zero)
-        weight.requires_grad_(zero.requires_grad)

@@ -168,7 +168,7 @@ def train_policy(recipe: TrainingRecipe, run: Run, scoring: Scoring, method: Pol
     torch.manual_seed(recipe.seed)
     data, device = rollouts_of(recipe), _device()
     with distributed.raise_together():
-        model = recipe.model.build(run.places)
+        model = recipe.build_model(run)
         tokenizer = tokenizers.load(model.name_or_path, recipe.model.new_tokens())
         val = data.build(run.places, tokenizer, "val", recipe.seed)
         train = data.build(run.places, tokenizer, "train", recipe.seed)
@@ -180,13 +180,14 @@ def train_policy(recipe: TrainingRecipe, run: Run, scoring: Scoring, method: Pol
         setting = RewardSetting(run.places, device, recipe.micro_batch, tokenizer, tokenizers.load, write_with, wait)
         kind, temperature = method.reference, data.sampling.temperature
         reference_server = find_reference_server(method.policy_config, setting, temperature) if kind != "none" else None
-        reference = None if reference_server else build_reference(kind, method.policy_of(model), device, temperature)
+        policy, precision = method.policy_of(model), recipe.precision[0]
         judges = Judges(
             scoring.reward_names,
             [reward.scorer(setting) for reward in scoring.rewards],
             [reward.weight for reward in scoring.rewards],
         )
 
+    reference = None if reference_server else build_reference(kind, policy, model, device, temperature, precision)
     ends, never = train.prompts.renderer.answer_ends()
 
     def numbers(iteration: int) -> list[int]:

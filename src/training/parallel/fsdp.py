@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers.pytorch_utils import Conv1D
 
 from src.support import distributed
-from src.support.weights import matching_state, stored_names, trained_weights
+from src.support.deferred import Recording, take_recording
+from src.support.weights import matching_state, trained_weights
 from src.training.checkpointing import checkpoint, safetensors_stream
 from src.training.checkpointing.shard_store import ShardStore
 from src.training.config import LoopConfig
@@ -55,42 +57,13 @@ class FSDPEngine(Engine):
     ) -> None:
         """See `Options.fsdp_replicas` and `Options.fsdp_sharded_gradients`."""
         super().__init__(accelerator, module, config)
-        distributed.ensure_group()
-        names_by_folder = stored_names(module)
         self.sharded_gradients = sharded_gradients
-        shape = (replicas, distributed.world_size() // replicas) if replicas > 1 else (distributed.world_size(),)
-        mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("replica", "shard")[-len(shape) :])
-        for layer in sharded_layers(module):
-            if accelerator.mixed_precision == "bf16" and (cast := cast_modules(layer, module)):
-                fully_shard(cast, mesh=mesh, mp_policy=_BFLOAT16)
-            fully_shard(layer, mesh=mesh)
-        root = fully_shard(module, mesh=mesh)
-        assert isinstance(root, FSDPModule)
+        root = shard_model(module, accelerator.device, accelerator.mixed_precision == "bf16", replicas)
         if hasattr(module, "generate"):  # it does not call the root's forward, which gathers
             register_fsdp_forward_method(module, "generate")
         self.model, self.root = module, root
         self.shards = ShardStore()
-        if names_by_folder:
-            self._fill(names_by_folder)
         self.optimizer = optimizers.build_optimizer(module, config, accelerator.device)
-
-    def _fill(self, names_by_folder: Mapping[Path, Mapping[str, str]]) -> None:
-        """Load this process's shard of the weights that the model was built without; other tensors do not change.
-        names_by_folder: from `stored_names`."""
-        there = {name: tensor.detach().clone() for name, tensor in self._tensors() if not tensor.is_meta}
-        self.module.to_empty(device=self.accelerator.device)
-        with torch.no_grad():
-            for name, tensor in self._tensors():
-                if name in there:
-                    tensor.copy_(there[name])
-        state = self.module.state_dict()
-        for folder, names in names_by_folder.items():
-            log.info("%s: each process loads its shard of these weights.", folder)
-            self.shards.load(folder, {file: state[name] for file, name in names.items()})
-
-    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield parameters and buffers with their names."""
-        return itertools.chain(self.module.named_parameters(), self.module.named_buffers())
 
     def accumulation_context(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Gradients are reduced only in the last pass, or with `sharded_gradients` after each pass; then only shards
@@ -138,6 +111,60 @@ class FSDPEngine(Engine):
     def load_optimizer(self, folder: Path) -> None:
         """Each process reads its shard, from FSDP2 shards of any world size or from optimizer.safetensors."""
         self.shards.load_optimizer(folder, self.module, self.optimizer)
+
+
+def shard_model(
+    module: nn.Module, device: torch.device, bfloat16: bool, replicas: int = 1, frozen: bool = False
+) -> FSDPModule:
+    """Shard a model in place. If it was built without weights, compute this process's shard of them. Collective.
+
+    bfloat16: whether to gather the weights that autocast would cast in this type. frozen: whether to hold no gathered
+    weights after a forward pass, as no backward pass follows.
+
+    Raises:
+        CheckpointError: a file with weights is damaged.
+    """
+    distributed.ensure_group()
+    recording = take_recording(module)
+    deferred = {name: weight.detach() for name, weight in module.named_parameters() if weight.is_meta}
+    if recording:
+        log.info("Each process computes its shard of the weights, one tensor at a time.")
+        for folder in recording.folders(module):
+            log.info("%s: each process loads its shard of these weights.", folder)
+    shape = (replicas, distributed.world_size() // replicas) if replicas > 1 else (distributed.world_size(),)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replica", "shard")[-len(shape) :])
+    for layer in sharded_layers(module):
+        if bfloat16 and (cast := cast_modules(layer, module)):
+            fully_shard(cast, mesh=mesh, mp_policy=_BFLOAT16)
+        fully_shard(layer, mesh=mesh)
+    root = fully_shard(module, mesh=mesh, reshard_after_forward=True if frozen else None)
+    assert isinstance(root, FSDPModule)
+    if recording:
+        _fill(module, device, recording, deferred)
+    return root
+
+
+def _fill(module: nn.Module, device: torch.device, recording: Recording, deferred: Mapping[str, Tensor]) -> None:
+    """Compute the shard of the weights that a sharded model was built without; other tensors do not change.
+    deferred: these weights by name, on the meta device."""
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        return itertools.chain(module.named_parameters(), module.named_buffers())
+
+    there = {name: tensor.detach().clone() for name, tensor in tensors() if not tensor.is_meta}
+    module.to_empty(device=device)
+    with torch.no_grad():
+        for name, tensor in tensors():
+            if name in there:
+                tensor.copy_(there[name])
+    parameters = dict(module.named_parameters())
+    with distributed.raise_together(), torch.no_grad():
+        for name, tensor in deferred.items():
+            shard = parameters[name]
+            assert isinstance(shard, DTensor)
+            shape, offset = compute_local_shape_and_global_offset(shard.shape, shard.device_mesh, shard.placements)
+            if shape[0]:
+                shard.to_local().copy_(recording.compute_rows(tensor, offset[0], offset[0] + shape[0]))
 
 
 def sharded_layers(module: nn.Module) -> list[nn.Module]:

@@ -20,6 +20,7 @@ import torch
 from src.experiments.config import Places
 from src.experiments.registry import MODELS, bind
 from src.support import distributed
+from src.support.deferred import build_deferred
 from src.training.parallel.choice import plain_accelerator
 from src.training.parallel.fsdp import FSDPEngine
 from tests.core.training.checkpointing.shared_store import kilobytes
@@ -37,7 +38,7 @@ def main(data: Path, model: dict[str, Any]) -> None:
         torch.manual_seed(0)
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         start = kilobytes("VmRSS")
-        cut = FSDPEngine(accelerator, config.build_unfilled(places), LOOP).module
+        cut = FSDPEngine(accelerator, build_deferred(lambda: config.build(places)), LOOP).module
         peak_bytes = 1024 * (kilobytes("VmHWM") - start)
         torch.manual_seed(0)
         whole = config.build(places)

@@ -16,7 +16,9 @@ from transformers import AutoTokenizer, T5Config, T5ForConditionalGeneration
 from src.experiments.config import Places
 from src.experiments.identity import exp_id
 from src.experiments.registry import MODELS, bind
-from src.support.weights import is_unfilled, stored_names
+from src.models import lora
+from src.support.deferred import build_deferred, take_recording
+from src.support.weights import is_unfilled
 from tests import toy, warm
 from tests.core.models import shared_fill
 from tests.core.models.conftest import make_base
@@ -56,7 +58,7 @@ def build_models(data: Path, **more: Any) -> tuple[Any, Any]:
     other."""
     config: Any = bind(MODELS, more if "base" in more else {"name": "hf", "path": "pretrained", **more})
     places, loaded, random_states = Places(data, data), [], []
-    for build in (config.build, config.build_unfilled):
+    for build in (config.build, lambda places: build_deferred(lambda: config.build(places))):
         torch.manual_seed(0)
         loaded.append(build(places))
         random_states.append(torch.get_rng_state())
@@ -104,50 +106,93 @@ def test_new_layers_around_a_base_are_initialised(tmp_path: Path, kind: str):
     whole, model = build_models(data, **WRAPPED[kind])
     parameters = dict(model.named_parameters())
     assert [*parameters] == [name for name, _ in whole.named_parameters()], "tied alike"
-    ((folder, names),) = stored_names(model).items()
-    file_tensors = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    state = model.state_dict(keep_vars=True)
-    base = {id(state[full]): file for file, full in names.items()}
+    recording = take_recording(model)
+    assert recording
+    assert recording.folders(model) == [data / "pretrained"]
     for name, expected in whole.named_parameters():
         loaded = parameters[name]
-        assert (loaded.requires_grad, loaded.dtype, loaded.shape) == (
-            expected.requires_grad,
-            expected.dtype,
-            expected.shape,
-        ), name
-        assert loaded.is_meta == (id(loaded) in base), name
-        assert torch.equal(file_tensors[base[id(loaded)]].to(expected.dtype) if loaded.is_meta else loaded, expected), (
-            name
-        )
-    assert any(loaded.requires_grad and not loaded.is_meta for loaded in parameters.values())
+        assert loaded.is_meta, name
+        assert (loaded.requires_grad, loaded.dtype) == (expected.requires_grad, expected.dtype), name
+        assert torch.equal(recording.compute(loaded), expected), name
+        assert torch.equal(recording.compute_rows(loaded, 1, 3), expected[1:3]), name
     assert (str(model), model.name_or_path, model.training) == (str(whole), whole.name_or_path, whole.training)
-    model.register_parameter("more", nn.Parameter(torch.empty(2, device="meta")))
-    with pytest.raises(AssertionError, match="weights that are in no file"):
-        stored_names(model)
+    with pytest.raises(AssertionError, match="another recording"):
+        recording.compute(torch.empty(2, device="meta"))
 
 
-def test_layers_around_a_filled_base_are_unchanged(tmp_path: Path):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_trained_adapters_are_merged_into_weights_that_are_read_later(tmp_path: Path, dtype: str):
     data = toy.write_data(tmp_path / "data")
     save(data / "pretrained", "llama")
+    config: Any = bind(MODELS, WRAPPED["adapters"] | {"base": {**PRETRAINED, "dtype": dtype}})
+
+    def build_merged() -> Any:
+        torch.manual_seed(0)
+        model = config.build(Places(data, data))
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                weight.data.normal_()
+        assert lora.merge(model) > 0
+        return model
+
+    whole, model = build_merged(), build_deferred(build_merged)
+    recording = take_recording(model)
+    assert recording
+    for (name, weight), expected in zip(model.named_parameters(), whole.parameters(), strict=True):
+        assert weight.is_meta
+        assert torch.equal(recording.compute(weight), expected), name
+
+
+@pytest.mark.parametrize("readable", [True, False])
+def test_layers_around_a_base_with_new_tokens_are_equal(tmp_path: Path, readable: bool):
+    """readable: whether the base is read in parts."""
+    data = toy.write_data(tmp_path / "data")
+    save(data / "pretrained", "llama" if readable else "gpt_neox")
     base = {**PRETRAINED, "extra_tokens": ["<new>"]}
-    for model in (WRAPPED["adapters"] | {"base": base}, CROSS_ATTENTION | {"train_all_params": True, "base": base}):
+    matrices = {"target_modules": ["q_proj" if readable else "query_key_value"]}
+    models = [WRAPPED["adapters"] | {"base": base} | matrices]
+    if readable:
+        models.append(CROSS_ATTENTION | {"train_all_params": True, "base": base})
+    for model in models:
         whole, other = build_models(data, **model)
-        assert not is_unfilled(other)
-        assert not stored_names(other)
+        recording = take_recording(other)
+        assert recording
+        assert is_unfilled(other) == readable
         for one, two in zip(other.parameters(), whole.parameters(), strict=True):
-            assert torch.equal(one, two)
+            assert torch.equal(recording.compute(one), two)
+
+
+RANDOM: dict[str, dict[str, Any]] = {
+    "decoder": {
+        "name": "gpt_bigcode",
+        "tokenizer": "toy_tokenizer",
+        "hidden_size": 512,
+        "num_layers": 12,
+        "num_heads": 8,
+        "max_positions": 64,
+    },
+    "t5": {
+        "name": "t5",
+        "random": {
+            "tokenizer": "toy_tokenizer",
+            "hidden_size": 512,
+            "feed_forward_size": 1024,
+            "num_layers": 5,
+            "num_heads": 8,
+        },
+    },
+}
+"""Models with random weights."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["adapters", "cross-attention", "both"])
-def test_no_process_builds_a_full_base(tmp_path: Path, kind: str):
+@pytest.mark.parametrize("kind", ["adapters", "cross-attention", "both", *RANDOM])
+def test_no_process_builds_a_full_model(tmp_path: Path, kind: str):
     data = toy.write_data(tmp_path / "data")
     save(data / "pretrained", "llama", hidden_size=512, intermediate_size=2048, num_hidden_layers=12)
+    model = json.dumps({**WRAPPED, **RANDOM}[kind])
     for processes in (1, 4):
-        output = warm.torchrun(
-            Path(shared_fill.__file__), [str(data), json.dumps(WRAPPED[kind])], processes, tmp_path / "log"
-        )
-        assert output == ""
+        assert warm.torchrun(Path(shared_fill.__file__), [str(data), model], processes, tmp_path / "log") == ""
     for rank in range(4):
         peak_bytes, whole = json.loads((data / f"grown-{rank}").read_text())
         assert peak_bytes < 0.75 * whole, (
@@ -202,16 +247,13 @@ def test_weights_that_cannot_be_read_in_parts_are_loaded_fully(tmp_path: Path):
     data = toy.write_data(tmp_path / "data")
     saved = save(data / "kept", "gpt2")
 
-    def loads_fully(**more: Any) -> bool:
-        whole, other = build_models(data, **more)
-        if more:  # its new rows are drawn
-            return not is_unfilled(other)
+    def loads_fully() -> bool:
+        whole, other = build_models(data)
         same = all(torch.equal(one, two) for one, two in zip(other.parameters(), whole.parameters(), strict=True))
         return same and not is_unfilled(other)
 
     shutil.copytree(saved, data / "pretrained")
     assert is_unfilled(build_models(data)[1])
-    assert loads_fully(extra_tokens=["<new>"])
     save_file({"x": torch.ones(1)}, data / "pretrained" / "more.safetensors")
     assert loads_fully(), "another file"
     shutil.rmtree(data / "pretrained")

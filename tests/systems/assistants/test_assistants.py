@@ -122,6 +122,24 @@ def test_adapters_are_switched_off_in_shards_too(folder: Path, tmp_path: Path, w
     )
 
 
+@pytest.mark.slow
+def test_references_of_a_sharded_model_are_equal(folder: Path, tmp_path: Path):
+    dpo = override(DPO, {"preference": {"reference": "stored"}})
+    logps = {}
+    for mode, words in (("replicated", []), ("fsdp", ["--fsdp"])):
+        world = tmp_path / mode
+        write_data(world / "data")
+        shutil.copytree(folder / "runs" / exp_id(SFT), world / "runs" / exp_id(SFT))
+        root = toy.project(world, f"EXP_GROUPS = {{'x': [{dpo!r}]}}\n")
+        done = toy.run(root, ["-e", "x", *words], world, processes=2)
+        assert done.returncode == 0, done.stderr[-3000:]
+        run = world / "runs" / exp_id(dpo)
+        logps[mode] = json.loads((run / "reference.json").read_text())["logps"], toy.rows(world, exp_id(dpo))
+        log = (run / "logs" / "train.log").read_text()
+        assert log.count("each process loads its shard of these weights") == (2 if mode == "fsdp" else 0)
+    assert logps["fsdp"] == logps["replicated"]
+
+
 def test_adapters_come_back_as_they_were(folder: Path):
     """Also where something fails while they are off."""
     from src.systems.assistants.preferences.reference import adapters_off

@@ -503,6 +503,26 @@ def test_every_mode_of_two_processes_makes_the_same_rollouts(folder: Path, tmp_p
         assert rows[mode]["train_loss"] == pytest.approx(rows["replicated"]["train_loss"], rel=1e-3, abs=1e-4), mode
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_sharded_reference_changes_nothing(folder: Path, tmp_path: Path, name: str):
+    """The policy, the copy for the KL, and PPO's critic are those of another experiment, and never built whole."""
+    kl = {"weight": 0.1, "reference": "copy"}
+    changes = {"ppo.kl": kl, "model.critic": ref(SFT)} if name == "ppo" else {"grpo": {"kl_weight": 0.1}}
+    exp = override(RECIPES[name], changes)
+    rows = {}
+    for mode in ("replicated", "fsdp"):
+        world = tmp_path / mode
+        shutil.copytree(folder, world)
+        done = toy.run(project(world, exp), ["-e", "x", *MODES[mode]], world, processes=2)
+        assert done.returncode == 0, (mode, done.stderr[-3000:])
+        rows[mode] = toy.rows(world, exp_id(exp))
+        log = (run_of(world, exp) / "logs" / "train.log").read_text()
+        assert log.count("each process loads its shard of these weights") == (2 if mode == "fsdp" else 0)
+    for actual, expected in zip(rows["fsdp"], rows["replicated"], strict=True):
+        assert actual == pytest.approx(expected, rel=1e-3, abs=1e-4)
+
+
 def test_a_policy_that_runs_away_is_stopped(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     shutil.copytree(folder, tmp_path / "world")
     exp = override(PPO, {"loop.divergence": {"max_kl": 1e-9}, "loop.learning_rate": 1e-2, "ppo.kl.estimate": "k3"})

@@ -16,6 +16,8 @@ from src.experiments.batches import to_device
 from src.experiments.dataset_protocols import Batch, Dataset
 from src.files import read_json, write_json
 from src.support import distributed
+from src.support.deferred import copy_frozen
+from src.support.weights import is_unfilled
 from src.systems.assistants.preferences.losses import answer_logps
 from src.training.validation import rank_batches
 
@@ -84,13 +86,14 @@ def digest(sample: Any) -> str:
 
 
 def with_references(
-    model: nn.Module, parts: Mapping[str, Sequence[Dataset]], run: Path, micro_batch: int, precision: str
+    model: Any, parts: Mapping[str, Sequence[Dataset]], run: Path, micro_batch: int, precision: str
 ) -> dict[str, list[float]]:
     """Summed log-probabilities of the learned tokens of each row of every sample, by `digest`.
     Loads them from the run if they are saved there, else computes and saves them.
 
-    model: a causal language model with the initial weights. parts: data sets by split, with the same samples in every
-    epoch. Collective: each of W processes reads every W-th batch.
+    model: a causal language model with the initial weights, or built without weights; then a sharded copy is used.
+    parts: data sets by split, with the same samples in every epoch.
+    Collective: each of W processes reads every W-th batch.
 
     Raises:
         RunError: the file cannot be written, or the run's file belongs to other data.
@@ -104,14 +107,20 @@ def with_references(
                 raise RunError(f"{path}: belongs to other data. Delete it to compute it again with the initial model.")
         return saved["logps"]
     device = torch.device("cuda", distributed.local_rank()) if torch.cuda.is_available() else torch.device("cpu")
-    model.to(device).eval()
+    if is_deferred := is_unfilled(model):
+        from src.training.parallel.fsdp import shard_model
+
+        model = shard_model(copy_frozen(model, model), device, precision == "bfloat16", frozen=True)
+    else:
+        model.to(device).eval()
     local_logps = [
         pair
         for datasets in parts.values()
         for data in datasets
         for pair in _logps(model, data, micro_batch, device, precision)
     ]
-    model.to("cpu")
+    if not is_deferred:
+        model.to("cpu")
     logps = dict(sorted(distributed.all_gather_list(local_logps)))
     with distributed.raise_together():
         if distributed.is_main():

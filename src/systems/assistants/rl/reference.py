@@ -13,12 +13,15 @@ from torch import Tensor
 
 from src.errors import ConfigError
 from src.experiments.interfaces import ModelConfig
+from src.support.deferred import copy_frozen
+from src.support.weights import is_unfilled
 from src.systems.assistants.preferences.reference import adapters_off
 from src.systems.assistants.rewards.interface import RewardSetting
 from src.systems.assistants.rewards.remote import RemoteModel
 from src.systems.assistants.rewards.reward_model import find_served
 from src.systems.assistants.rl.experience import Reference
 from src.systems.assistants.rl.policy import score_tokens
+from src.training.parallel.fsdp import shard_model
 
 SERVERS = "TRITON_HOST_REF"
 """Environment variable with the addresses of the reference's servers."""
@@ -43,8 +46,13 @@ def find_reference_server(config: ModelConfig, setting: RewardSetting, temperatu
     return find_served(SERVERS, "the policy", config, setting)[0]
 
 
-def build_reference(kind: ReferenceKind, policy: Any, device: torch.device, temperature: float) -> Reference | None:
-    """The reference of a policy with initial weights; None for kind "none"."""
+def build_reference(
+    kind: ReferenceKind, policy: Any, model: Any, device: torch.device, temperature: float, precision: str
+) -> Reference | None:
+    """The reference of a policy with initial weights; None for kind "none". Collective.
+
+    policy: a part of `model`. If it was built without weights, the copy is sharded with weights of `precision`.
+    """
     if kind == "none":
         return None
     if kind == "adapters_off":
@@ -54,5 +62,8 @@ def build_reference(kind: ReferenceKind, policy: Any, device: torch.device, temp
                 return score_tokens(model, batch, temperature).logps
 
         return without
-    frozen = copy.deepcopy(policy).requires_grad_(False).eval().to(device)
+    if is_unfilled(policy):
+        frozen = shard_model(copy_frozen(policy, model), device, precision == "bfloat16", frozen=True)
+    else:
+        frozen = copy.deepcopy(policy).requires_grad_(False).eval().to(device)
     return lambda _, batch: score_tokens(frozen, batch, temperature).logps

@@ -17,8 +17,6 @@ from src.support.call_once import call_once
 from src.systems.crossattn.model.families import FAMILIES, Plan
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from src.systems.crossattn.model.layers import CrossAttentionLM
 
 
@@ -87,16 +85,10 @@ class Config(WrapperConfig):
             ConfigError: the family of the base is unknown, or the blocks do not fit it.
             CheckpointError: `weights` are missing, damaged, or for different blocks.
         """
-        return self._add_blocks(self.base.build(places), places)
-
-    def build_unfilled(self, places: Places) -> "CrossAttentionLM":
-        return self._add_blocks(self.base.build_unfilled(places), places)
-
-    def _add_blocks(self, base: "PreTrainedModel", places: Places) -> "CrossAttentionLM":
         from src.systems.crossattn.model import export, xc_cache_weights
         from src.systems.crossattn.model.layers import CrossAttentionLM
 
-        model = CrossAttentionLM(self, base)
+        model = CrossAttentionLM(self, self.base.build(places))
         model.exporter = export.write
         if self.weights is not None and not places.on_paper:
             xc_cache_weights.load(model, Path(self.weights))

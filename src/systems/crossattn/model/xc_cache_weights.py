@@ -85,10 +85,13 @@ def load(model: "CrossAttentionLM", folder: Path) -> None:
     """
     import torch
 
+    from src.support.deferred import pause_recording
+
     _check_config(model, folder)
     saved: dict[str, Tensor] = {}
     for path in require(folder):
-        saved |= _read_blocks(path)
+        with pause_recording():
+            saved |= _read_blocks(path)
     names_by_weight, weights = names(model), model.state_dict()
     expected = {theirs for several in names_by_weight.values() for theirs in several}
     if saved.keys() != expected:

@@ -90,21 +90,13 @@ class Config(ModelConfig):
         Raises:
             UserError: the model at `path` or the tokenizer is missing or damaged, or the model is not a T5.
         """
-        return self._build(places, without_weights=False)
-
-    def build_unfilled(self, places: Places) -> "T5ForConditionalGeneration":
-        """Like `build`, for FSDP2: without weights if each process can read its shard of pretrained weights."""
-        return self._build(places, without_weights=True)
-
-    def _build(self, places: Places, without_weights: bool) -> "T5ForConditionalGeneration":
         self.check(places)
         if self.random:
             model: Any = _build_random(self.random, self.dropout_rate or 0.0, places.data / self.random.tokenizer)
         else:
             architecture = self._hf_config().architecture(places)
             assert architecture, "check has seen it"
-            base = self._hf_config()
-            model = (base.load_unfilled if without_weights else base.load)(places, CLASSES[architecture.model_type])
+            model = self._hf_config().load(places, CLASSES[architecture.model_type])
             if self.dropout_rate is not None:
                 _set_dropout(model, self.dropout_rate)
         masks.accept(model)

@@ -26,6 +26,8 @@ def test_sharding_changes_no_bit(modes: Modes, mode: str):
     assert scores(modes.trained(mode)) == scores(modes.trained("replicated"))
     assert weights(modes.trained(mode)) == weights(modes.trained("replicated"))
     assert scores(modes.trained(mode))[-1]["clip_rate"] > 0
+    log = (modes.trained(mode) / "logs" / "train.log").read_text()
+    assert ("computes its shard of the weights" in log) == (mode == "fsdp")
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from src.errors import CheckpointError
 from src.experiments.registry import MODELS, bind
+from src.support.deferred import build_deferred, take_recording
 from src.systems.crossattn.model import xc_cache_weights
 from tests.core.models.conftest import PLACEHOLDER, make_base
 
@@ -217,6 +218,10 @@ def test_weights_are_checked_and_belong_to_the_fingerprint(places, tmp_path: Pat
     xc_cache_weights.save(model, tmp_path / "published", "base")
     with_weights.check(places)
     assert torch.equal(with_weights.build(places).blocks["0"].mlp.up.weight, model.blocks["0"].mlp.up.weight)
+    deferred = build_deferred(lambda: with_weights.build(places))
+    recording = take_recording(deferred)
+    assert recording
+    assert torch.equal(recording.compute(deferred.blocks["0"].mlp.up.weight), model.blocks["0"].mlp.up.weight)
     assert plain.fingerprint(places) == bind(MODELS, raw["base"]).fingerprint(places)
     first = with_weights.fingerprint(places)
     xc_cache_weights.save(plain.build(places), tmp_path / "published", "base")

@@ -14,6 +14,7 @@ from src.errors import ConfigError
 from src.experiments.config import Places, Problems
 from src.experiments.registry import MODELS, bind, resolved_dict
 from src.models import prepared_tokenizer
+from src.support.deferred import build_deferred, take_recording
 from src.support.weights import load_trained, trained_weights
 from src.systems.interleaved.model.flops import parameters_by_part
 from src.training.loss import interleaved_lm_loss
@@ -87,6 +88,33 @@ def write_decoder(folder: Path, family: str) -> None:
 def build(raw: dict[str, Any], places: Places, seed: int = 0) -> Any:
     torch.manual_seed(seed)
     return bind(MODELS, raw).build(places).eval()
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        RANDOM,
+        RANDOM | {"resampler": RESAMPLER},
+        PARTS,
+        PARTS | {"vision": "both", "dtype": "bfloat16"},
+        PARTS | {"vision": RANDOM["vision"], "resampler": RESAMPLER, "text": "mistral"},
+    ],
+)
+def test_models_built_without_weights_are_equal(places: Places, raw: dict[str, Any]):
+    whole = build(raw, places)
+    torch.manual_seed(0)
+    model = build_deferred(lambda: bind(MODELS, raw).build(places))
+    recording = take_recording(model)
+    assert recording
+    expected = dict(whole.named_parameters())
+    assert [name for name, _ in model.named_parameters()] == [*expected]
+    for name, weight in model.named_parameters():
+        assert weight.is_meta
+        assert (weight.dtype, weight.requires_grad) == (expected[name].dtype, expected[name].requires_grad), name
+        assert torch.equal(recording.compute(weight), expected[name]), name
+    for (name, buffer), (other_name, other) in zip(model.named_buffers(), whole.named_buffers(), strict=True):
+        assert name == other_name
+        assert torch.equal(buffer, other), name
 
 
 def batch_of(model: Any, images: int = 2) -> dict[str, Any]:
