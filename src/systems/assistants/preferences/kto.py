@@ -75,17 +75,17 @@ class Config(ReplyRecipe):
         def loss_and_sums(model: Any, batch: "Mapping[str, torch.Tensor]") -> Any:
             import torch
 
-            is_mismatched, groups = batch["mismatch_mask"], int(batch["sample_of_row"].max()) + 1
-            matched, mismatched = (
-                {name: values[rows] for name, values in batch.items()} for rows in (~is_mismatched, is_mismatched)
+            is_mismatch, groups = batch["mismatch_mask"], int(batch["sample_of_row"].max()) + 1
+            replies, mismatches = (
+                {name: values[rows] for name, values in batch.items()} for rows in (~is_mismatch, is_mismatch)
             )
-            points = torch.zeros(groups, device=is_mismatched.device)
+            points = torch.zeros(groups, device=is_mismatch.device)
             if settings.kind == "kto":
                 with torch.no_grad():
-                    _, ratios = log_ratios(model, mismatched, settings.reference)
-                points = reference_points(ratios, mismatched["sample_of_row"], groups)
-            _, ratios_R = log_ratios(model, matched, settings.reference)
-            points_R, desirable_R = points[matched["sample_of_row"]], matched["ranks"] == labeled.DESIRABLE
+                    _, ratios = log_ratios(model, mismatches, settings.reference)
+                points = reference_points(ratios, mismatches["sample_of_row"], groups)
+            _, ratios_R = log_ratios(model, replies, settings.reference)
+            points_R, desirable_R = points[replies["sample_of_row"]], replies["ranks"] == labeled.DESIRABLE
             loss = unpaired_loss(
                 ratios_R,
                 points_R,
