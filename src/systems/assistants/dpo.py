@@ -1,6 +1,6 @@
 """Recipe `dpo`: direct preference optimisation (Rafailov et al. 2023, arXiv 2305.18290) on pairs of replies."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -8,20 +8,13 @@ from pydantic import Field, model_validator
 from src.data.parts import leaf_configs
 from src.evaluation.harness import Harness
 from src.experiments.config import Config as StrictConfig
-from src.experiments.config import Places
 from src.experiments.kinds import DECODER, REWARD
 from src.recipes import pretraining
-from src.recipes.training_recipe import TrainingRecipe
-from src.runs.context import Run
 from src.systems.assistants.conversations import ranked
-from src.systems.assistants.preferences.training import ROUNDING, require_reference, train_on_replies
+from src.systems.assistants.preferences.training import ROUNDING, ReplyRecipe
 
 if TYPE_CHECKING:
     import torch
-
-
-REPORTED_SCORES = ("accuracy", "margin", "chosen_logratio", "rejected_logratio")
-"""Named sums of the loss that an evaluation reports."""
 
 
 class Preference(StrictConfig):
@@ -60,12 +53,11 @@ class Preference(StrictConfig):
         return (self.reduction or ("mean" if self.kind == "ipo" else "sum")) == "mean"
 
 
-class Config(TrainingRecipe):
+class Config(ReplyRecipe):
     """An experiment of this recipe, without its "recipe" key."""
 
-    takes_chunks: ClassVar[bool] = False
-    is_cross_entropy: ClassVar[bool] = False
     can_continue: ClassVar[bool] = False
+    reported_scores: ClassVar[Sequence[str]] = ("accuracy", "margin", "chosen_logratio", "rejected_logratio")
 
     preference: Preference = Preference()
     harness: Harness | None = None
@@ -77,11 +69,12 @@ class Config(TrainingRecipe):
         for path, data in leaf_configs("data", self.data):
             if not isinstance(data, ranked.Config) or data.max_replies != 2:
                 raise ValueError(f"{path}: this recipe needs pairs: use 'ranked_replies' with max_replies 2.")
-        require_reference(self, "preference.reference", self.preference.reference)
+        self.require_reference("preference.reference")
         return self
 
-    def checks(self, places: Places) -> list[Callable[[], object]]:
-        return pretraining.checks(self, places, pretraining.score_names(REPORTED_SCORES))
+    @property
+    def reference(self) -> str:
+        return self.preference.reference
 
     def loss(self) -> Callable[..., Any]:
         """A function that returns the summed loss and, by name, sums over pairs.
@@ -89,8 +82,8 @@ class Config(TrainingRecipe):
         chosen_logratio and rejected_logratio: log-probability of each reply relative to the reference. accuracy: 1 if
         the first is larger than the second by more than rounding. margin: beta times their difference.
         """
-        from src.systems.assistants.preferences.losses import answer_logps, pair_loss
-        from src.systems.assistants.preferences.reference import adapters_off, model_logits
+        from src.systems.assistants.preferences.losses import pair_loss
+        from src.systems.assistants.preferences.reference import log_ratios
 
         preference = self.preference
 
@@ -106,14 +99,7 @@ class Config(TrainingRecipe):
                 both = values[::2], values[1::2]
                 return [torch.where(first < second, *order)[differ] for order in (both, both[::-1])]
 
-            sums = answer_logps(model_logits(model, batch), batch["input_ids"], batch["loss_mask"])
-            reference: Any = 0.0
-            if preference.reference == "adapters_off":
-                with adapters_off(model):
-                    reference = answer_logps(model_logits(model, batch), batch["input_ids"], batch["loss_mask"]).logps
-            elif preference.reference == "stored":
-                reference = batch["reference_logps"]
-            ratios = sums.logps - reference
+            sums, ratios = log_ratios(model, batch, preference.reference)
             loss = pair_loss(
                 *pairs(ratios / sums.tokens if preference.takes_mean else ratios),
                 kind=preference.kind,
@@ -124,24 +110,12 @@ class Config(TrainingRecipe):
             if preference.sft_weight:
                 loss = loss - preference.sft_weight * pairs(sums.logps / sums.tokens)[0].sum()
             chosen_ratios, rejected_ratios = pairs(ratios.detach())
-            values_by_name = (
-                (chosen_ratios > rejected_ratios + ROUNDING).float(),
-                preference.beta * (chosen_ratios - rejected_ratios),
-                chosen_ratios,
-                rejected_ratios,
-            )
-            count = torch.tensor(float(len(chosen_ratios)))
-            return loss, {name: (each.sum(), count) for name, each in zip(REPORTED_SCORES, values_by_name, strict=True)}
+            is_right = (chosen_ratios > rejected_ratios + ROUNDING).float()
+            margins = preference.beta * (chosen_ratios - rejected_ratios)
+            return loss, self.named_sums(is_right, margins, chosen_ratios, rejected_ratios)
 
         return loss_and_sums
-
-    def training_loss(self) -> Callable[..., Any]:
-        return self.loss()
 
     def count(self, batch: "Mapping[str, torch.Tensor]") -> float:
         """Number of pairs with different ranks."""
         return float((batch["ranks"][::2] != batch["ranks"][1::2]).sum())
-
-    def run(self, run: Run) -> None:
-        """Train to the last step, or evaluate. Scores: val_loss and the means of `REPORTED_SCORES`. Collective."""
-        train_on_replies(self, run, self.loss(), REPORTED_SCORES, self.count, self.preference.reference)

@@ -7,19 +7,15 @@ Settings for its variants:
 - RLOO: baseline "others", divide_by_std False, ratio "sequence_sum", normalisation "rollouts", kl_in "reward".
 """
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
-from src.evaluation.config import Answers, SampledAnswers
 from src.experiments.config import Config as StrictConfig
-from src.experiments.config import Places
-from src.recipes.training_recipe import TrainingRecipe
 from src.runs.context import Run
 from src.systems.assistants import policy_training
 from src.systems.assistants.policy_training import rollouts_of
-from src.systems.assistants.rewards.interface import RewardField
 
 if TYPE_CHECKING:
     import torch
@@ -64,24 +60,14 @@ class Settings(StrictConfig):
     """Reward of an answer without an end token, if `truncated_answers` is penalise."""
 
 
-class Config(TrainingRecipe):
+class Config(policy_training.PolicyRecipe):
     """An experiment of this recipe, without its "recipe" key."""
 
-    takes_chunks: ClassVar[bool] = False
-    is_cross_entropy: ClassVar[bool] = False
-    can_continue: ClassVar[bool] = False
-
-    rewards: list[RewardField] = Field(min_length=1)
-    """Scores of an answer; their weighted sum is its reward."""
-    answers: Answers | None = None
-    """Validation questions to answer greedily at each evaluation. Set at least one of `answers` and `sampled`."""
-    sampled: SampledAnswers | None = None
-    """Validation questions to answer by sampling, several times each."""
     grpo: Settings = Settings()
 
     @model_validator(mode="after")
     def _has_groups(self) -> "Config":
-        policy_training.require_rollouts(self, self.scoring, self.reference)
+        policy_training.require_rollouts(self, self.reference)
         if rollouts_of(self).group_size < 2:
             raise ValueError("data.group_size: GRPO compares answers within a group; use at least 2.")
         if self.model.name == "with_values":
@@ -109,16 +95,9 @@ class Config(TrainingRecipe):
         return self.loop is None or data.passes * data.rollouts > self.loop.sequences_per_step
 
     @property
-    def scoring(self) -> policy_training.Scoring:
-        return policy_training.Scoring(self.rewards, self.answers, self.sampled)
-
-    @property
     def reference(self) -> Literal["none", "copy", "adapters_off"]:
         """The source of the reference's log-probabilities."""
         return self.grpo.reference if self.grpo.kl_weight else "none"
-
-    def checks(self, places: Places) -> list[Callable[[], object]]:
-        return policy_training.checks(self, places, self.scoring)
 
     def run(self, run: Run) -> None:
         """Train to the last step; see `policy_training.train_policy` for the scores. Collective."""
@@ -131,7 +110,7 @@ class Config(TrainingRecipe):
             count=self.count,
             needs_sampled_logps=self.needs_sampled_logps,
         )
-        policy_training.train_policy(self, run, self.scoring, method)
+        policy_training.train_policy(self, run, method)
 
     def estimate(self, rollouts: "Rollouts", cursor: "Cursor") -> "Estimates":
         """Advantages of the answers within their groups. Groups with equal rewards are skipped."""

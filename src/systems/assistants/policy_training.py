@@ -1,12 +1,14 @@
 """Training a policy on its own answers. The recipes `ppo` and `grpo` provide the advantages and the loss.
 
-A recipe calls `require_rollouts` when it is loaded, `checks` before it starts and `train_policy` to run.
+A recipe calls `require_rollouts` when it is loaded and `train_policy` to run.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import Field
 
 from src.errors import ConfigError
 from src.evaluation.config import Answers, SampledAnswers
@@ -19,7 +21,7 @@ from src.runs.context import Run
 from src.support import distributed
 from src.support.call_once import call_once
 from src.systems.assistants.conversations.dataset import Config as ConversationsConfig
-from src.systems.assistants.rewards.interface import RewardConfig, RewardSetting, Rollout
+from src.systems.assistants.rewards.interface import RewardField, RewardSetting, Rollout
 from src.systems.assistants.rollouts.dataset import Config as RolloutsConfig
 
 if TYPE_CHECKING:
@@ -32,15 +34,18 @@ if TYPE_CHECKING:
     NamedSums = dict[str, tuple[torch.Tensor, Any]]
 
 
-@dataclass(frozen=True)
-class Scoring:
-    """How to score a policy's answers."""
+class PolicyRecipe(TrainingRecipe):
+    """Base of `ppo` and `grpo`: how to score a policy's answers."""
 
-    rewards: Sequence[RewardConfig]
-    """Their weighted sum is the reward of an answer."""
-    answers: Answers | None
-    """Validation questions to answer greedily and score at each evaluation; None for no questions."""
-    sampled: SampledAnswers | None
+    takes_chunks: ClassVar[bool] = False
+    is_cross_entropy: ClassVar[bool] = False
+    can_continue: ClassVar[bool] = False
+
+    rewards: list[RewardField] = Field(min_length=1)
+    """Scores of an answer; their weighted sum is its reward."""
+    answers: Answers | None = None
+    """Validation questions to answer greedily at each evaluation. Set at least one of `answers` and `sampled`."""
+    sampled: SampledAnswers | None = None
     """Validation questions to answer by sampling, several times each."""
 
     @property
@@ -60,6 +65,40 @@ class Scoring:
     @property
     def questions(self) -> "list[Answers | SampledAnswers]":
         return [each for each in (self.answers, self.sampled) if each]
+
+    def checks(self, places: Places) -> list[Callable[[], object]]:
+        model, data, loop = self.model, rollouts_of(self), self.loop
+        assert loop is not None, "the validator has checked it"
+        longest = NewTokens.longest({"data": data, "answers": self.answers, "sampled": self.sampled})
+        scores = [name for questions in self.questions for name in questions.score_names()]
+        return [
+            lambda: call_once(model.check, places),
+            lambda: model.check_kind(DECODER, places),
+            lambda: call_once(data.check, places),
+            lambda: data.check_rows(places, self.row_keys),
+            lambda: data.check_tokenizer(places, model.find_tokenizer(places)),
+            lambda: data.check_length(model.longest_sequence(places), longest),
+            lambda: data.check_loop(loop.sequences_per_step, loop.steps),
+            lambda: self.check_precision(places),
+            lambda: self.check_questions(places),
+            lambda: loop.check(scores),
+            *(lambda reward=reward: call_once(reward.check, places) for reward in self.rewards),
+            lambda: self.check_rewards_room(places),
+        ]
+
+    def check_rewards_room(self, places: Places) -> None:
+        """Raises ConfigError if a reward cannot read the longest possible rollout."""
+        data = rollouts_of(self)
+        assert isinstance(data.prompts, ConversationsConfig), "the validator has checked it"
+        longest = data.prompts.sequence_tokens + data.max_new_tokens
+        for name, reward in zip(self.reward_names, self.rewards, strict=True):
+            room = reward.longest_rollout(places)
+            if room is not None and longest > room:
+                raise ConfigError(
+                    f"reward {name!r}: reads at most {room} tokens, but a rollout can have {longest}: "
+                    f"data.prompts.sequence_tokens {data.prompts.sequence_tokens} + data.max_new_tokens "
+                    f"{data.max_new_tokens}. Lower one of them, or use a reward model that reads more."
+                )
 
 
 @dataclass(frozen=True)
@@ -84,7 +123,7 @@ class PolicyMethod:
     """Whether the loss needs the log-probabilities at sampling time."""
 
 
-def require_rollouts(recipe: TrainingRecipe, scoring: Scoring, reference: "ReferenceKind") -> None:
+def require_rollouts(recipe: PolicyRecipe, reference: "ReferenceKind") -> None:
     """Raises ValueError if the settings of the experiment are inconsistent."""
     loop = recipe.loop
     if loop is None:
@@ -96,7 +135,7 @@ def require_rollouts(recipe: TrainingRecipe, scoring: Scoring, reference: "Refer
         raise ValueError(
             "model: quantized weights cannot be trained. Wrap the model in 'lora', or remove quantization."
         )
-    if not scoring.questions:
+    if not recipe.questions:
         raise ValueError("answers, sampled: both are missing, so evaluations have no score. Set at least one.")
     if loop.divergence.max_kl and reference == "none":
         raise ValueError("loop.divergence.max_kl: there is no KL without a reference. Set a KL weight, or remove it.")
@@ -108,43 +147,7 @@ def rollouts_of(recipe: TrainingRecipe) -> RolloutsConfig:
     return recipe.data
 
 
-def checks(recipe: TrainingRecipe, places: Places, scoring: Scoring) -> list[Callable[[], object]]:
-    """Checks that need no model or data in memory; each raises a UserError."""
-    model, data, loop = recipe.model, rollouts_of(recipe), recipe.loop
-    assert loop is not None, "the validator has checked it"
-    longest = NewTokens.longest({"data": data, "answers": scoring.answers, "sampled": scoring.sampled})
-    scores = [name for questions in scoring.questions for name in questions.score_names()]
-    return [
-        lambda: call_once(model.check, places),
-        lambda: model.check_kind(DECODER, places),
-        lambda: call_once(data.check, places),
-        lambda: data.check_rows(places, scoring.row_keys),
-        lambda: data.check_tokenizer(places, model.find_tokenizer(places)),
-        lambda: data.check_length(model.longest_sequence(places), longest),
-        lambda: data.check_loop(loop.sequences_per_step, loop.steps),
-        lambda: recipe.check_precision(places),
-        lambda: recipe.check_questions(places),
-        lambda: loop.check(scores),
-        *(lambda reward=reward: call_once(reward.check, places) for reward in scoring.rewards),
-        lambda: check_rewards_room(data, places, scoring),
-    ]
-
-
-def check_rewards_room(data: RolloutsConfig, places: Places, scoring: Scoring) -> None:
-    """Raises ConfigError if a reward cannot read the longest possible rollout."""
-    assert isinstance(data.prompts, ConversationsConfig), "the validator has checked it"
-    longest = data.prompts.sequence_tokens + data.max_new_tokens
-    for name, reward in zip(scoring.reward_names, scoring.rewards, strict=True):
-        room = reward.longest_rollout(places)
-        if room is not None and longest > room:
-            raise ConfigError(
-                f"reward {name!r}: reads at most {room} tokens, but a rollout can have {longest}: "
-                f"data.prompts.sequence_tokens {data.prompts.sequence_tokens} + data.max_new_tokens "
-                f"{data.max_new_tokens}. Lower one of them, or use a reward model that reads more."
-            )
-
-
-def train_policy(recipe: TrainingRecipe, run: Run, scoring: Scoring, method: PolicyMethod) -> None:
+def train_policy(recipe: PolicyRecipe, run: Run, method: PolicyMethod) -> None:
     """Train to the last step. Collective.
 
     Scores: train_loss; means over rollouts of reward, reward/NAME for each reward, answer_tokens and ended; the
@@ -172,9 +175,9 @@ def train_policy(recipe: TrainingRecipe, run: Run, scoring: Scoring, method: Pol
         tokenizer = tokenizers.load(model.name_or_path, recipe.model.new_tokens())
         val = data.build(run.places, tokenizer, "val", recipe.seed)
         train = data.build(run.places, tokenizer, "train", recipe.seed)
-        train.prompts.require(scoring.row_keys)
+        train.prompts.require(recipe.row_keys)
         inputs = fingerprints(run, train, tokenizer, recipe.model.fingerprint(run.places))
-        for questions in scoring.questions:
+        for questions in recipe.questions:
             questions.require(val)
         wait = Patience(run).wait
         setting = RewardSetting(run.places, device, recipe.micro_batch, tokenizer, tokenizers.load, write_with, wait)
@@ -182,9 +185,9 @@ def train_policy(recipe: TrainingRecipe, run: Run, scoring: Scoring, method: Pol
         reference_server = find_reference_server(method.policy_config, setting, temperature) if kind != "none" else None
         policy, precision = method.policy_of(model), recipe.precision[0]
         judges = Judges(
-            scoring.reward_names,
-            [reward.scorer(setting) for reward in scoring.rewards],
-            [reward.weight for reward in scoring.rewards],
+            recipe.reward_names,
+            [reward.scorer(setting) for reward in recipe.rewards],
+            [reward.weight for reward in recipe.rewards],
         )
 
     reference = None if reference_server else build_reference(kind, policy, model, device, temperature, precision)
@@ -221,11 +224,11 @@ def train_policy(recipe: TrainingRecipe, run: Run, scoring: Scoring, method: Pol
 
     def evaluate(accelerator: Any, _: Any = None) -> dict[str, float]:
         generator = generation.AnswerGenerator(model, val, tokenizer, recipe.micro_batch, accelerator.device)
-        scores = generation.evaluate(scoring.answers, generator) if scoring.answers else {}
-        return scores | (sampled.evaluate(scoring.sampled, generator) if scoring.sampled else {})
+        scores = generation.evaluate(recipe.answers, generator) if recipe.answers else {}
+        return scores | (sampled.evaluate(recipe.sampled, generator) if recipe.sampled else {})
 
     about = CheckpointMetadata(resolved_dict(recipe.model), tokenizer)
-    loss = with_facts(method, scoring)
+    loss = with_facts(method, recipe.reward_names)
     spec = TrainSpec(
         model,
         about,
@@ -241,11 +244,13 @@ def train_policy(recipe: TrainingRecipe, run: Run, scoring: Scoring, method: Pol
     fit(spec, run, recipe.loop, recipe.seed)
 
 
-def with_facts(method: PolicyMethod, scoring: Scoring) -> "Callable[[Any, Batch], tuple[torch.Tensor, NamedSums]]":
+def with_facts(
+    method: PolicyMethod, reward_names: Sequence[str]
+) -> "Callable[[Any, Batch], tuple[torch.Tensor, NamedSums]]":
     """The loss of a method, with the sums of all facts of the rollouts by name."""
     import torch
 
-    names = ["reward", *(f"reward/{name}" for name in scoring.reward_names), "answer_tokens", "ended"]
+    names = ["reward", *(f"reward/{name}" for name in reward_names), "answer_tokens", "ended"]
     names += method.fact_names
 
     def loss(model: Any, batch: "Batch") -> "tuple[torch.Tensor, NamedSums]":

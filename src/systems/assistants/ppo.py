@@ -1,19 +1,15 @@
 """Recipe `ppo`: proximal policy optimisation (Schulman et al. 2017, arXiv 1707.06347) of a policy on prompts."""
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
-from src.evaluation.config import Answers, SampledAnswers
 from src.experiments.config import Config as StrictConfig
-from src.experiments.config import Places
 from src.experiments.interfaces import ModelConfig
-from src.recipes.training_recipe import TrainingRecipe
 from src.runs.context import Run
 from src.systems.assistants import policy_training
 from src.systems.assistants.policy_training import rollouts_of
-from src.systems.assistants.rewards.interface import RewardField
 
 if TYPE_CHECKING:
     import torch
@@ -68,24 +64,14 @@ class Settings(StrictConfig):
     """Reward of an answer without an end token, if `truncated_answers` is penalise."""
 
 
-class Config(TrainingRecipe):
+class Config(policy_training.PolicyRecipe):
     """An experiment of this recipe, without its "recipe" key."""
 
-    takes_chunks: ClassVar[bool] = False
-    is_cross_entropy: ClassVar[bool] = False
-    can_continue: ClassVar[bool] = False
-
-    rewards: list[RewardField] = Field(min_length=1)
-    """Scores of an answer; their weighted sum is its reward."""
-    answers: Answers | None = None
-    """Validation questions to answer greedily and score at each evaluation; None for no questions."""
-    sampled: SampledAnswers | None = None
-    """Validation questions to answer by sampling, several times each."""
     ppo: Settings = Settings()
 
     @model_validator(mode="after")
     def _has_values(self) -> "Config":
-        policy_training.require_rollouts(self, self.scoring, self.reference)
+        policy_training.require_rollouts(self, self.reference)
         if self.model.name != "with_values":
             raise ValueError(f"model: expected 'with_values' around the policy, got {self.model.name!r}.")
         if self.ppo.kl and self.ppo.kl.reference == "adapters_off" and self.policy_config.name != "lora":
@@ -93,10 +79,6 @@ class Config(TrainingRecipe):
                 "ppo.kl.reference: only model 'lora' has adapters to switch off. Wrap the base in 'lora', or use copy."
             )
         return self
-
-    @property
-    def scoring(self) -> policy_training.Scoring:
-        return policy_training.Scoring(self.rewards, self.answers, self.sampled)
 
     @property
     def reference(self) -> Literal["none", "copy", "adapters_off"]:
@@ -109,9 +91,6 @@ class Config(TrainingRecipe):
         base: Any = getattr(self.model, "base", None)
         return base
 
-    def checks(self, places: Places) -> list[Callable[[], object]]:
-        return policy_training.checks(self, places, self.scoring)
-
     def run(self, run: Run) -> None:
         """Train to the last step; see `policy_training.train_policy` for the scores. Collective."""
         method = policy_training.PolicyMethod(
@@ -122,7 +101,7 @@ class Config(TrainingRecipe):
             policy_config=self.policy_config,
             policy_of=lambda model: model.base,
         )
-        policy_training.train_policy(self, run, self.scoring, method)
+        policy_training.train_policy(self, run, method)
 
     def estimate(self, rollouts: "Rollouts", cursor: "Cursor") -> "Estimates":
         """Generalised advantages of the scaled rewards minus the KL penalty; the next KL weight and reward moments."""

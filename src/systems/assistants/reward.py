@@ -1,6 +1,6 @@
 """Recipe `reward`: train a reward model on ranked replies (Ouyang et al. 2022, arXiv 2203.02155, section 3.5)."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -10,15 +10,11 @@ from src.experiments.config import Config as StrictConfig
 from src.experiments.config import Places
 from src.experiments.kinds import REWARD
 from src.recipes import pretraining
-from src.recipes.training_recipe import TrainingRecipe
-from src.runs.context import Run
 from src.systems.assistants.conversations import ranked
+from src.systems.assistants.preferences.training import ReplyRecipe
 
 if TYPE_CHECKING:
     import torch
-
-REPORTED_SCORES = ("accuracy", "kendall", "spearman", "best_reward", "worst_reward")
-"""Named sums of the loss that an evaluation reports."""
 
 
 class Ranking(StrictConfig):
@@ -34,11 +30,10 @@ class Ranking(StrictConfig):
     """Weight of the squared sum of the two rewards of a pair."""
 
 
-class Config(TrainingRecipe):
+class Config(ReplyRecipe):
     """An experiment of this recipe, without its "recipe" key."""
 
-    takes_chunks: ClassVar[bool] = False
-    is_cross_entropy: ClassVar[bool] = False
+    reported_scores: ClassVar[Sequence[str]] = ("accuracy", "kendall", "spearman", "best_reward", "worst_reward")
 
     ranking: Ranking = Ranking()
 
@@ -52,10 +47,7 @@ class Config(TrainingRecipe):
 
     def checks(self, places: Places) -> list[Callable[[], object]]:
         needs_scores = self.ranking.margin == "scores"
-        return [
-            *pretraining.checks(self, places, pretraining.score_names(REPORTED_SCORES)),
-            lambda: needs_scores and self.data.check_scores(places),
-        ]
+        return [*super().checks(places), lambda: needs_scores and self.data.check_scores(places)]
 
     def loss(self) -> Callable[..., Any]:
         """A function that returns the summed loss and, by name, sums over the conversations that have a preference.
@@ -64,11 +56,11 @@ class Config(TrainingRecipe):
         and ranks. best_reward, worst_reward: rewards of the best and the worst reply.
         """
         from src.evaluation.metrics.ranking import correlations
-        from src.systems.assistants.preferences.losses import agreement, ranking_loss
+        from src.systems.assistants.preferences.losses import ranking_loss
 
         settings = self.ranking
 
-        def loss_and_sums(model: Any, batch: "Mapping[str, torch.Tensor]", with_correlations: bool = True) -> Any:
+        def loss_and_sums(model: Any, batch: "Mapping[str, torch.Tensor]") -> Any:
             import torch
 
             rewards_R = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
@@ -83,31 +75,25 @@ class Config(TrainingRecipe):
                 margin=margin,
                 centring=settings.centring,
             )
-            if not with_correlations:
-                *sums, count = agreement(rewards_R, conversations_R, ranks_R)
-                return total_loss, {
-                    name: (each, count)
-                    for name, each in zip(("accuracy", "best_reward", "worst_reward"), sums, strict=True)
-                }
             conversation_scores = correlations(rewards_R.tolist(), conversations_R.tolist(), ranks_R.tolist())
             count = torch.tensor(float(len(conversation_scores)))
-            sums = {name: sum(getattr(each, name) for each in conversation_scores) for name in REPORTED_SCORES}
+            sums = {name: sum(getattr(each, name) for each in conversation_scores) for name in self.reported_scores}
             return total_loss, {name: (torch.tensor(each, dtype=torch.float64), count) for name, each in sums.items()}
 
         return loss_and_sums
 
     def training_loss(self) -> Callable[..., Any]:
+        """The loss, and the sums except correlations."""
         loss = self.loss()
-        return lambda model, batch: loss(model, batch, with_correlations=False)
+
+        def loss_and_sums(model: Any, batch: "Mapping[str, torch.Tensor]") -> Any:
+            total_loss, sums = loss(model, batch)
+            return total_loss, {name: sums[name] for name in ("accuracy", "best_reward", "worst_reward")}
+
+        return loss_and_sums
 
     def count(self, batch: "Mapping[str, torch.Tensor]") -> float:
         """Number of conversations with a preference, or of pairs."""
         from src.systems.assistants.preferences.losses import count_ranked
 
         return count_ranked(batch["sample_of_row"], batch["ranks"], self.ranking.by)
-
-    def run(self, run: Run) -> None:
-        """Train to the last step, or evaluate. Scores: val_loss and the means of `REPORTED_SCORES`. Collective."""
-        pretraining.train_on_text(
-            self, run, pretraining.TextTraining(self.loss(), reported_sums=REPORTED_SCORES, count=self.count)
-        )

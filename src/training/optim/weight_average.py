@@ -1,7 +1,6 @@
 """Exponential moving average of the trained weights: `loop.ema`."""
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +41,11 @@ class WeightAverage:
         """Scores of the average, by the names of `average_name`; {} without an average."""
         if not self._averages:
             return {}
-        with self._in_model():
+        self._swap()
+        try:
             return {average_name(name): value for name, value in evaluate().items()}
+        finally:
+            self._swap()
 
     def tensors(self) -> dict[str, Tensor]:
         """Copies on the CPU, by parameter name."""
@@ -61,17 +63,9 @@ class WeightAverage:
         self._averages = {name: torch.empty_like(weight) for name, weight in self._weights.items()}
         load_parameters(self._averages, read_tensors(file), file)
 
-    @contextlib.contextmanager
-    def _in_model(self) -> Iterator[None]:
-        """Swap weights and averages within the block, with memory for one tensor."""
-        self._swap()
-        try:
-            yield
-        finally:
-            self._swap()
-
     @torch.no_grad()
     def _swap(self) -> None:
+        """Swap weights and averages, with memory for one tensor."""
         for name, weight in self._weights.items():
             before = weight.clone()
             weight.copy_(self._averages[name])

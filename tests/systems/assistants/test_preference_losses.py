@@ -7,9 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from src.evaluation.metrics.ranking import correlations
 from src.systems.assistants.preferences.losses import (
-    agreement,
     answer_logps,
     count_ranked,
     pair_loss,
@@ -99,19 +97,6 @@ def by_hand(kind: str, h: float, beta: float, flip_rate: float) -> float:
     if kind == "robust":
         return (-(1 - flip_rate) * log_right + flip_rate * log_wrong) / (1 - 2 * flip_rate)
     return -(1 - flip_rate) * log_right - flip_rate * log_wrong
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.floats(-4, 4, width=32)), max_size=12))
-def test_a_training_reports_the_agreement_that_an_evaluation_finds(replies: list[tuple[int, int, float]]):
-    conversations, ranks, rewards = ([reply[column] for reply in replies] for column in range(3))
-    expected = correlations(rewards, conversations, ranks)
-    result = agreement(torch.tensor(rewards), torch.tensor(conversations).long(), torch.tensor(ranks).long())
-    assert float(result.conversations) == len(expected)
-    for name in ("accuracy", "best_reward", "worst_reward"):
-        assert float(getattr(result, name)) == pytest.approx(
-            sum(getattr(each, name) for each in expected), abs=1e-12
-        ), name
 
 
 @pytest.mark.parametrize("kind", ["sigmoid", "ipo", "robust"])

@@ -68,20 +68,12 @@ def window(
     last = min(
         len(rendered.ids) - max_tokens, learned_positions[-1] - 1
     )  # the first token of a sequence is never learned
-    if draw is not None:
-        rng = draw()
-        if rng.random() < offset_probability:
-            starts = [
-                begin
-                for begin in range(max(0, learned_positions[0] - max_tokens + 1), last + 1)
-                if _learns(learned_positions, begin, begin + max_tokens)
-            ]
-            return _part(rendered, rng.choice(starts), max_tokens)
-    begin = 0 if learned_positions[0] < max_tokens else learned_positions[0] - max_tokens // 2
-    return _part(rendered, min(begin, len(rendered.ids) - max_tokens), max_tokens)
-
-
-def _part(rendered: Rendered, begin: int, max_tokens: int) -> Rendered:
+    if draw is not None and (rng := draw()).random() < offset_probability:
+        earliest = max(0, learned_positions[0] - max_tokens + 1)
+        begin = rng.choice([i for i in range(earliest, last + 1) if _learns(learned_positions, i, i + max_tokens)])
+    else:
+        begin = 0 if learned_positions[0] < max_tokens else learned_positions[0] - max_tokens // 2
+        begin = min(begin, len(rendered.ids) - max_tokens)
     return rendered.part(begin, begin + max_tokens)
 
 

@@ -23,7 +23,7 @@ from src.experiments.kinds import TokenizerSource
 from src.support.call_once import call_once
 from src.systems.assistants.conversations import templates
 from src.systems.assistants.conversations.choices import Tags, draws, window
-from src.systems.assistants.conversations.entries import Entry, Message, check_row, read_entry
+from src.systems.assistants.conversations.entries import Entry, Message, check_row
 from src.systems.assistants.conversations.refusals import refuses
 from src.systems.assistants.conversations.rendering import Rendered, Renderer
 from src.systems.assistants.conversations.rows import (
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 log = logging.getLogger(__name__)
-NUM_CHECKED_SAMPLES = 256
-"""Number of samples that are rendered at the start, to find errors early."""
+NUM_CHECKED_REPLIES = 256
+"""Number of replies that are rendered at the start, to find errors early."""
 
 
 class Writing(StrictConfig):
@@ -160,21 +160,7 @@ class Config(ConversationConfig):
         return min(self._count(path, [ANSWERED_ROW], most), self.val_samples or most)
 
     def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "Conversations":
-        """The conversations of one split, tokenised on access.
-
-        Raises:
-            DataError: the data set is missing, incomplete or malformed, or the template does not fit the tokenizer.
-        """
-        renderer = Renderer(tokenizer, templates.find(self.writing.template, tokenizer))
-        rows = self.read(places, split)
-        return Conversations(
-            self,
-            rows,
-            renderer,
-            seed if split == "train" else None,
-            self.digest(places),
-            str(places.data / self.corpus),
-        )
+        return Conversations(self, places, tokenizer, split, seed)
 
 
 class Sample(TypedDict):
@@ -184,26 +170,55 @@ class Sample(TypedDict):
     loss_mask: list[bool]
 
 
-class Conversations:
+class ConversationSamples:
+    """Base of data sets with samples of rows of conversations, tokenised on access."""
+
+    replies_per_sample = 1
+    """Maximum replies in a sample, to find the samples of `NUM_CHECKED_REPLIES`."""
+
+    def __init__(
+        self, config: Any, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int | None
+    ) -> None:
+        """seed: for the random choices of a training split; None for the same choices in every epoch.
+
+        Raises:
+            DataError: the data set is missing, incomplete or malformed; the template does not fit the tokenizer; or
+                there is no sample.
+        """
+        self.config, self.shuffle = config, config.shuffle
+        self.renderer = Renderer(tokenizer, templates.find(config.writing.template, tokenizer))
+        self._rows, self._seed = config.read(places, split), seed if split == "train" else None
+        self.fingerprint, self._name = config.digest(places), str(places.data / config.corpus)
+        self._contents: Sequence[Any] = self._select()
+        """By sample: the index of its row, or the numbers of its replies."""
+        for index in range(min(len(self), -(-NUM_CHECKED_REPLIES // self.replies_per_sample))):
+            self.sample(0, index)  # templates refuse some messages: fail before the first step
+
+    def _select(self) -> Sequence[Any]:
+        """The value of `_contents`. Raises DataError if there are no samples."""
+        raise NotImplementedError
+
+    def sample(self, epoch: int, index: int) -> Any:
+        """Sample `index` of an epoch."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return len(self._contents)
+
+    def _content(self, index: int) -> Any:
+        """The entry of `_contents` for sample `index`."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        return self._contents[index]
+
+
+class Conversations(ConversationSamples):
     """Samples of conversations. Conversations with nothing to learn are skipped."""
 
     collation = "conversations"
+    config: Config
 
-    def __init__(
-        self, config: Config, rows: ConversationRows, renderer: Renderer, seed: int | None, digest: str, name: str
-    ) -> None:
-        """seed: for the part of a conversation that an epoch reads; None for always the same part.
-        name: the data's name in messages."""
-        self.config, self.renderer, self.fingerprint, self.shuffle = config, renderer, digest, config.shuffle
-        self._rows, self._seed, self._name = rows, seed, name
-        self._row_indices = self._choose()
-        for index in range(
-            min(len(self), NUM_CHECKED_SAMPLES)
-        ):  # templates refuse some messages: fail before the first step
-            self.render(0, index)
-
-    def _choose(self) -> Sequence[int]:
-        """Indices of the rows to read."""
+    def _select(self) -> Sequence[int]:
         if prompts := self._rows.numbers_of(PROMPT_ROW):
             raise DataError(
                 f"{self._rows.location(prompts[0])}: prompt without an answer. Use data 'rollouts', or add an answer."
@@ -217,7 +232,7 @@ class Conversations:
             log.info("%s: %d of %d conversations have only empty answers and are skipped.", self._name, *counts)
         if not self.config.without_refusals:
             return nonempty
-        row_indices = [i for i in nonempty if not refuses(read_entry(self._rows[i], self._name).conversation)]
+        row_indices = [i for i in nonempty if not refuses(self._rows.entry(i).conversation)]
         log.info(
             "%s: %d of %d conversations are refusals and are skipped.",
             self._name,
@@ -228,20 +243,14 @@ class Conversations:
             raise DataError(f"{self._name}: every conversation is a refusal. Set without_refusals: false.")
         return row_indices
 
-    def __len__(self) -> int:
-        """Conversations."""
-        return len(self._row_indices)
-
     def length(self, epoch: int, index: int) -> int:
         """Tokens of sample `index` of an epoch."""
         return len(self.render(epoch, index).ids)
 
     def render(self, epoch: int, index: int) -> Rendered:
         """Sample `index` of an epoch with its roles."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        config, row = self.config, self._row_indices[index]
-        entry = read_entry(self._rows[row], self._rows.location(row))
+        config, row = self.config, self._content(index)
+        entry = self._rows.entry(row)
         key = None if self._seed is None else (self._seed, epoch, index)
         if entry.text is not None:
             return window(self.renderer.render_text(entry.text), config.sequence_tokens, 0.0, None)
@@ -250,10 +259,8 @@ class Conversations:
         tags = (
             config.writing.tags.write_all(messages, draws("tags", *key) if key else None) if config.writing.tags else ()
         )
-        try:
+        with self._rows.add_location(row):
             rendered = self.renderer.render(messages, tags)
-        except DataError as error:
-            raise DataError(f"{self._rows.location(row)}: {error}") from None
         return window(
             rendered, config.sequence_tokens, config.random_offset, (lambda: draws("window", *key)) if key else None
         )
@@ -266,9 +273,7 @@ class Conversations:
             if len(self) > 1
             else index
         )
-        others = read_entry(
-            self._rows[self._row_indices[other]], self._rows.location(self._row_indices[other])
-        ).conversation
+        others = self._rows.entry(self._contents[other]).conversation
         place = max(place for place, message in enumerate(messages) if message.role == "assistant")
         answer = next((message for message in reversed(others) if message.role == "assistant"), messages[place])
         return [*messages[:place], replace(answer, tags={}, tools=()), *messages[place + 1 :]]
@@ -289,16 +294,15 @@ class Conversations:
     @cached_property
     def _answered_indices(self) -> Sequence[int]:
         numbers = self._rows.numbers_of(ANSWERED_ROW)
-        if isinstance(self._row_indices, range):
+        if isinstance(self._contents, range):
             return numbers
         import numpy as np
 
-        return np.flatnonzero(np.isin(np.asarray(self._row_indices), np.asarray(numbers))).tolist()
+        return np.flatnonzero(np.isin(np.asarray(self._contents), np.asarray(numbers))).tolist()
 
     def row(self, index: int) -> dict[str, Any]:
         """The last question of conversation `index` and its answer."""
-        row = self._row_indices[self._answered_indices[index]]
-        *before, answer = read_entry(self._rows[row], self._rows.location(row)).messages
+        *before, answer = self._rows.entry(self._contents[self._answered_indices[index]]).messages
         return {
             "question": before[-1].full_text,
             "answer": answer.full_text,
@@ -312,8 +316,7 @@ class Conversations:
 
     def prompt(self, index: int) -> Sample:
         """A conversation up to its last answer, truncated from the left if too long."""
-        row = self._rows[self._row_indices[self._answered_indices[index]]]
-        *before, answer = read_entry(row, self._name).messages
+        *before, answer = self._rows.entry(self._contents[self._answered_indices[index]]).messages
         ids = render_prompt(self.renderer, self.config.writing, before, answer)[-self.config.sequence_tokens :]
         return {"input_ids": ids, "loss_mask": [False] * len(ids)}
 

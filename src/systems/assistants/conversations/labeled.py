@@ -10,7 +10,7 @@ import logging
 from collections.abc import Collection, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from pydantic import Field
 
@@ -18,13 +18,11 @@ from src.data import row_counts
 from src.errors import DataError
 from src.experiments.batches import RankedBatch
 from src.experiments.config import Places
-from src.systems.assistants.conversations import templates
 from src.systems.assistants.conversations.choices import draws
-from src.systems.assistants.conversations.dataset import NUM_CHECKED_SAMPLES
-from src.systems.assistants.conversations.entries import Message, check_row, read_entry
-from src.systems.assistants.conversations.ranked import RepliesConfig, collate_replies, render_reply
-from src.systems.assistants.conversations.rendering import Rendered, Renderer
-from src.systems.assistants.conversations.rows import ANSWERED_ROW, RANKED_ROW, SCORED_ROW, ConversationRows, kind_of
+from src.systems.assistants.conversations.entries import Message, check_row
+from src.systems.assistants.conversations.ranked import Replies, RepliesConfig, RepliesSample, render_reply
+from src.systems.assistants.conversations.rendering import Rendered
+from src.systems.assistants.conversations.rows import ANSWERED_ROW, RANKED_ROW, SCORED_ROW, kind_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -57,17 +55,7 @@ class Config(RepliesConfig):
         return None  # a row of ranked replies has two or more
 
     def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "LabeledReplies":
-        """The groups of one split, tokenised on access.
-
-        Raises:
-            DataError: the data set is missing, incomplete or malformed; the template does not fit the tokenizer; or
-                there are fewer than two labeled replies for groups of several.
-        """
-        renderer = Renderer(tokenizer, templates.find(self.writing.template, tokenizer))
-        name = str(places.data / self.corpus)
-        return LabeledReplies(
-            self, self.read(places, split), renderer, seed if split == "train" else None, self.digest(places), name
-        )
+        return LabeledReplies(self, places, tokenizer, split, seed)
 
 
 class Item(NamedTuple):
@@ -80,30 +68,24 @@ class Item(NamedTuple):
     """DESIRABLE or UNDESIRABLE."""
 
 
-class Sample(TypedDict):
-    """A group of replies, and the prompts of the group with the replies to other prompts."""
+class Sample(RepliesSample):
+    """A group of replies, and the prompts of the group with the replies to other prompts. `ranks` has DESIRABLE and
+    UNDESIRABLE."""
 
-    input_ids: list[list[int]]
-    loss_mask: list[list[bool]]
-    """True on the tokens of the reply."""
-    ranks: list[int]
-    """DESIRABLE or UNDESIRABLE."""
     mismatch_mask: list[bool]
 
 
-class LabeledReplies:
+class LabeledReplies(Replies):
     """Groups of labeled replies, the same ones for every seed and epoch. Other rows are skipped."""
 
     collation = "labeled"
+    config: Config
 
-    def __init__(
-        self, config: Config, rows: ConversationRows, renderer: Renderer, seed: int | None, digest: str, name: str
-    ) -> None:
-        """seed: for shuffled labels and dropped tags; None for validation. name: the data's name in messages."""
+    def _select(self) -> list[list[int]]:
         import numpy as np
 
-        self.config, self.renderer, self.fingerprint, self.shuffle = config, renderer, digest, config.shuffle
-        self._rows, self._seed = rows, seed
+        config, rows, name = self.config, self._rows, self._name
+        self.replies_per_sample = config.group_size
         answers = [_answers(rows[row], rows.location(row)) for row in range(len(rows))]
         self._items = [Item(row, *answer) for row, labels in enumerate(answers) for answer in labels]
         if len(self._items) < min(2, config.group_size):
@@ -114,31 +96,21 @@ class LabeledReplies:
         if without := answers.count([]):
             log.info("%s: %d of %d rows have no label and are skipped.", name, without, len(rows))
         labels = [item.label for item in self._items]
-        if config.shuffled_labels and seed is not None:
-            draws("labels", seed).shuffle(labels)
+        if config.shuffled_labels and self._seed is not None:
+            draws("labels", self._seed).shuffle(labels)
             self._items = [item._replace(label=label) for item, label in zip(self._items, labels, strict=True)]
         count = len(self._items)
         groups = max(1, min(-(-count // config.group_size), count // min(2, config.group_size)))
         order = np.random.default_rng(_GROUPS_SEED).permutation(count)
-        self._groups = [group.tolist() for group in np.array_split(order, groups)]
-        for index in range(min(groups, -(-NUM_CHECKED_SAMPLES // config.group_size))):
-            self.sample(0, index)  # templates refuse some messages: fail before the first step
-
-    def __len__(self) -> int:
-        """Groups."""
-        return len(self._groups)
-
-    def length(self, epoch: int, index: int) -> int:
-        """Tokens of the longest row of group `index` of an epoch."""
-        return max(map(len, self.sample(epoch, index)["input_ids"]))
+        return [group.tolist() for group in np.array_split(order, groups)]
 
     def render(self, epoch: int, index: int) -> list[Rendered]:
         """Group `index` of an epoch: each prompt with its reply, and their roles."""
-        return [self._render(item, item, epoch) for item in self._group(index)]
+        return [self._render(item, item, epoch) for item in self._content(index)]
 
     def sample(self, epoch: int, index: int) -> Sample:
         """Group `index` of an epoch: its replies, then its prompts with the replies to other prompts."""
-        group = self._group(index)
+        group = self._content(index)
         others = self._mismatched_replies(group) if self.config.group_size > 1 else []
         rows = [*zip(group, group, strict=True), *zip(group, others, strict=False)]
         rendered = [self._render(prompt, reply, epoch) for prompt, reply in rows]
@@ -148,11 +120,6 @@ class LabeledReplies:
             "ranks": [self._items[reply].label for _, reply in rows],
             "mismatch_mask": [place >= len(group) for place in range(len(rows))],
         }
-
-    def _group(self, index: int) -> list[int]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        return self._groups[index]
 
     def _mismatched_replies(self, group: Sequence[int]) -> list[int]:
         """For each item of a group the closest item before it, cyclically, of another conversation; as in TRL the one
@@ -165,19 +132,16 @@ class LabeledReplies:
 
     def _render(self, prompt: int, reply: int, epoch: int) -> Rendered:
         """The prompt of an item with the reply of an item."""
-        row = self._items[prompt].row
+        row, place = self._items[prompt][:2]
         key = None if self._seed is None else (self._seed, epoch, prompt)
-        try:
-            return render_reply(
-                self.config, self.renderer, self._read(prompt)[0], self._read(reply)[1], key, self._items[prompt].place
-            )
-        except DataError as error:
-            raise DataError(f"{self._rows.location(row)}: {error}") from None
+        messages, answer = self._read(prompt)[0], self._read(reply)[1]
+        with self._rows.add_location(row):
+            return render_reply(self.config, self.renderer, messages, answer, key, place)
 
     def _read(self, number: int) -> tuple[Sequence[Message], Message]:
         """The prompt and the reply of an item."""
         item = self._items[number]
-        entry = read_entry(self._rows[item.row], self._rows.location(item.row))
+        entry = self._rows.entry(item.row)
         return (
             (entry.messages, entry.replies[item.place].message)
             if entry.replies
@@ -185,11 +149,10 @@ class LabeledReplies:
         )
 
     def collate(self, samples: Sequence[Sample]) -> RankedBatch:
-        """Stack the rows of all groups, padded on the right."""
         import torch
 
         mismatch_mask = torch.tensor([each for sample in samples for each in sample["mismatch_mask"]])
-        return {**collate_replies(samples, self.renderer.safe.pad_id), "mismatch_mask": mismatch_mask}
+        return {**super().collate(samples), "mismatch_mask": mismatch_mask}
 
 
 def _answers(row: dict[str, Any], where: str) -> list[tuple[int, int]]:

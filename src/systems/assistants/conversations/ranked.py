@@ -10,12 +10,11 @@ from src.errors import DataError
 from src.experiments.batches import RankedBatch
 from src.experiments.config import Places
 from src.experiments.kinds import REWARD
-from src.systems.assistants.conversations import templates
 from src.systems.assistants.conversations.choices import draws
-from src.systems.assistants.conversations.dataset import NUM_CHECKED_SAMPLES, ConversationConfig, with_system
-from src.systems.assistants.conversations.entries import Message, Reply, read_entry
+from src.systems.assistants.conversations.dataset import ConversationConfig, ConversationSamples, with_system
+from src.systems.assistants.conversations.entries import Message, Reply
 from src.systems.assistants.conversations.rendering import LEARNED_ROLES, Rendered, Renderer, Role
-from src.systems.assistants.conversations.rows import RANKED_ROW, SCORED_ROW, ConversationRows
+from src.systems.assistants.conversations.rows import RANKED_ROW, SCORED_ROW
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -55,59 +54,62 @@ class Config(RepliesConfig):
                 )
 
     def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "RankedReplies":
-        """The conversations of one split, tokenised on access.
-
-        Raises:
-            DataError: the data set is missing, incomplete or malformed; the template does not fit the tokenizer; or no
-                conversation has replies of different ranks.
-        """
-        renderer = Renderer(tokenizer, templates.find(self.writing.template, tokenizer))
-        name = str(places.data / self.corpus)
-        return RankedReplies(
-            self, self.read(places, split), renderer, seed if split == "train" else None, self.digest(places), name
-        )
+        return RankedReplies(self, places, tokenizer, split, seed)
 
 
-class Sample(TypedDict):
-    """One conversation with each of its replies."""
+class RepliesSample(TypedDict):
+    """Conversations, each with a reply."""
 
     input_ids: list[list[int]]
     loss_mask: list[list[bool]]
     """True on the tokens of the reply."""
     ranks: list[int]
+    """Smaller is better."""
+
+
+class Sample(RepliesSample):
+    """One conversation with each of its replies."""
+
     scores: list[float | None]
     """Scores from the data; None for a reply without one."""
 
 
-class RankedReplies:
+class Replies(ConversationSamples):
+    """Base of data sets with several replies per sample, one row each."""
+
+    def length(self, epoch: int, index: int) -> int:
+        """Tokens of the longest row of sample `index` of an epoch."""
+        return max(map(len, self.sample(epoch, index)["input_ids"]))
+
+    def collate(self, samples: Sequence[Any]) -> RankedBatch:
+        """Stack the rows of all samples, padded on the right. Padding is masked, so its id does not matter."""
+        import torch
+
+        from src.data import collate
+
+        ids, masks = ([row for sample in samples for row in sample[name]] for name in ("input_ids", "loss_mask"))
+        return {
+            **collate.pad_tokens(ids, masks, pad_id=self.renderer.safe.pad_id),
+            "ranks": torch.tensor([rank for sample in samples for rank in sample["ranks"]]),
+            "sample_of_row": torch.tensor([number for number, sample in enumerate(samples) for _ in sample["ranks"]]),
+        }
+
+
+class RankedReplies(Replies):
     """Conversations with replies of different ranks. Other rows are skipped."""
 
     collation = "ranked"
+    config: Config
 
-    def __init__(
-        self, config: Config, rows: ConversationRows, renderer: Renderer, seed: int | None, digest: str, name: str
-    ) -> None:
-        """seed: selects the replies of an epoch; None for always the same. name: the data's name in messages."""
-        self.config, self.renderer, self.fingerprint, self.shuffle = config, renderer, digest, config.shuffle
-        self._rows, self._seed, self._name = rows, seed, name
-        self._row_indices = rows.numbers_of(RANKED_ROW, SCORED_ROW)
-        if not self._row_indices:
+    def _select(self) -> Sequence[int]:
+        rows, name = self._rows, self._name
+        row_indices = rows.numbers_of(RANKED_ROW, SCORED_ROW)
+        if not row_indices:
             raise DataError(f"{name}: no conversation has replies of different ranks. Add some.")
-        if len(self._row_indices) < len(rows):
-            counts = len(rows) - len(self._row_indices), len(rows)
+        if len(row_indices) < len(rows):
+            counts = len(rows) - len(row_indices), len(rows)
             log.info("%s: %d of %d rows have no replies of different ranks and are skipped.", name, *counts)
-        for index in range(
-            min(len(self), NUM_CHECKED_SAMPLES)
-        ):  # templates refuse some messages: fail before the first step
-            self.render(0, index)
-
-    def __len__(self) -> int:
-        """Conversations."""
-        return len(self._row_indices)
-
-    def length(self, epoch: int, index: int) -> int:
-        """Tokens of the longest row of conversation `index` of an epoch."""
-        return max(map(len, self.sample(epoch, index)["input_ids"]))
+        return row_indices
 
     def sample(self, epoch: int, index: int) -> Sample:
         """Conversation `index` of an epoch, with its best reply first."""
@@ -121,19 +123,15 @@ class RankedReplies:
 
     def _render(self, epoch: int, index: int) -> tuple[list[Rendered], list[int], list[float | None]]:
         """The conversation with each reply, the ranks and the scores. Replies that truncation makes equal are tied."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        row = self._row_indices[index]
-        entry = read_entry(self._rows[row], self._rows.location(row))
+        row = self._content(index)
+        entry = self._rows.entry(row)
         key = None if self._seed is None else (self._seed, epoch, index)
         replies, labels = self._choose(entry.replies, epoch, index)
-        try:
+        with self._rows.add_location(row):
             rendered = [
                 render_reply(self.config, self.renderer, entry.messages, reply.message, key, place)
                 for place, reply in enumerate(replies)
             ]
-        except DataError as error:
-            raise DataError(f"{self._rows.location(row)}: {error}") from None
         first = dict[tuple[int, ...], int]()
         ranks = [first.setdefault(tuple(each.ids), rank) for each, (rank, _) in zip(rendered, labels, strict=True)]
         return rendered, ranks, [score for _, score in labels]
@@ -155,28 +153,13 @@ class RankedReplies:
         return ranked_replies, labels
 
     def collate(self, samples: Sequence[Sample]) -> RankedBatch:
-        """Stack all replies of all conversations, padded on the right."""
         import torch
 
         scores = [score for sample in samples for score in sample["scores"]]
-        batch = collate_replies(samples, self.renderer.safe.pad_id)
+        batch = super().collate(samples)
         if None not in scores:
             batch["scores"] = torch.tensor(scores, dtype=torch.float32)
         return batch
-
-
-def collate_replies(samples: Sequence[Any], pad_id: int) -> RankedBatch:
-    """Stack the rows of all samples, padded on the right. Padding is masked, so its id does not matter."""
-    import torch
-
-    from src.data import collate
-
-    ids, masks = ([row for sample in samples for row in sample[name]] for name in ("input_ids", "loss_mask"))
-    return {
-        **collate.pad_tokens(ids, masks, pad_id=pad_id),
-        "ranks": torch.tensor([rank for sample in samples for rank in sample["ranks"]]),
-        "sample_of_row": torch.tensor([number for number, sample in enumerate(samples) for _ in sample["ranks"]]),
-    }
 
 
 def render_reply(

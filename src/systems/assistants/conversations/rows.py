@@ -1,12 +1,14 @@
 """Rows of a file of conversations, and their kinds, which are read from the file's index without parsing rows."""
 
+import contextlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from src.data import jsonl
-from src.systems.assistants.conversations.entries import check_row
+from src.errors import DataError
+from src.systems.assistants.conversations.entries import Entry, check_row, read_entry
 
 ANSWERED_ROW, RANKED_ROW, SCORED_ROW, PROMPT_ROW, OTHER_ROW, EMPTY_ROW = (
     "answered",
@@ -71,6 +73,18 @@ class ConversationRows(Sequence[dict[str, Any]]):
     def location(self, index: int) -> str:
         """FILE:LINE of a row."""
         return f"{self._rows.path}:{self._row_indices[index] + 1}"
+
+    def entry(self, index: int) -> Entry:
+        """A row, parsed."""
+        return read_entry(self[index], self.location(index))
+
+    @contextlib.contextmanager
+    def add_location(self, index: int) -> Iterator[None]:
+        """Prepend the location of a row to a DataError of the block."""
+        try:
+            yield
+        except DataError as error:
+            raise DataError(f"{self.location(index)}: {error}") from None
 
     def numbers_of(self, *kinds: str, invert: bool = False) -> Sequence[int]:
         """Indices of the rows of these kinds, or with `invert` of all other kinds: an array of four bytes each, or a

@@ -14,23 +14,15 @@ RankingLoss = Literal["conversations", "pairs"]
 PairLoss = Literal["sigmoid", "ipo", "robust", "hinge", "apo_zero", "apo_down"]
 
 
-class Pairs(NamedTuple):
-    """Indices of the better and the worse reply of each pair."""
-
-    better: Tensor
-    """(P,) int64."""
-    worse: Tensor
-    """(P,) int64."""
-
-
-def ranked_pairs(conversations_R: Tensor, ranks_R: Tensor) -> Pairs:
-    """All pairs of replies of the same conversation with different ranks: K (K - 1) / 2 pairs for K untied replies.
+def ranked_pairs(conversations_R: Tensor, ranks_R: Tensor) -> tuple[Tensor, Tensor]:
+    """Indices (P,) of the better and (P,) of the worse reply of all pairs of replies of the same conversation with
+    different ranks: K (K - 1) / 2 pairs for K untied replies.
 
     conversations_R: int64, the conversation of each reply. ranks_R: int64, smaller is better, equal ranks are a tie.
     """
     same_RR = conversations_R[:, None] == conversations_R[None]
     better, worse = (same_RR & (ranks_R[:, None] < ranks_R[None])).nonzero(as_tuple=True)
-    return Pairs(better, worse)
+    return better, worse
 
 
 def count_ranked(conversations_R: Tensor, ranks_R: Tensor, by: RankingLoss) -> int:
@@ -73,36 +65,6 @@ def ranking_loss(  # noqa: PLR0913  all but three are keywords
         own_P = conversations_R[better]
         loss_P = loss_P / torch.bincount(own_P)[own_P]
     return loss_P.sum() + 0.0 * rewards_R.float().sum()  # every process needs a gradient, even without a pair
-
-
-class AgreementSums(NamedTuple):
-    """Agreement of rewards with ranks, () float64 each: sums over conversations with replies of different ranks."""
-
-    accuracy: Tensor
-    """1 if the best replies have a higher mean reward than the worst, else 0."""
-    best_reward: Tensor
-    """Mean reward of the replies of the best rank."""
-    worst_reward: Tensor
-    conversations: Tensor
-    """Number of these conversations."""
-
-
-def agreement(rewards_R: Tensor, conversations_R: Tensor, ranks_R: Tensor) -> AgreementSums:
-    """The same sums as `evaluation.metrics.ranking.correlations`, computed on the device of the rewards."""
-    masks = [conversations_R == number for number in dict.fromkeys(conversations_R.tolist())]
-    ends = [
-        [each & (ranks_R == end) for end in ranks_R[each].aminmax()]
-        for each in masks
-        if ranks_R[each].min() < ranks_R[each].max()
-    ]
-
-    def mean_rewards(end: int) -> Tensor:
-        rows = [pair[end].double() for pair in ends]
-        selected_CR = torch.stack(rows) if rows else rewards_R.new_zeros(0, len(ranks_R), dtype=torch.float64)
-        return selected_CR @ rewards_R.detach().double() / selected_CR.sum(dim=1)
-
-    best_C, worst_C = mean_rewards(0), mean_rewards(1)
-    return AgreementSums((best_C > worst_C).double().sum(), best_C.sum(), worst_C.sum(), torch.tensor(float(len(ends))))
 
 
 class AnswerSums(NamedTuple):

@@ -18,7 +18,7 @@ from src.files import read_json, write_json
 from src.support import distributed
 from src.support.deferred import copy_frozen
 from src.support.weights import is_unfilled
-from src.systems.assistants.preferences.losses import answer_logps
+from src.systems.assistants.preferences.losses import AnswerSums, answer_logps
 from src.training.validation import rank_batches
 
 FILE = "reference.json"
@@ -69,15 +69,6 @@ class WithReference:
         return {**batch, "reference_logps": torch.tensor([value for _, values in samples for value in values])}
 
 
-def add_references(
-    model: nn.Module, train: Any, val: Any, run: Path, micro_batch: int, precision: str
-) -> tuple[WithReference, WithReference]:
-    """Both data sets with the log-probabilities of the initial model; see `with_references`."""
-    parts = {name: [part for _, part in leaves(name, data)] for name, data in (("train", train), ("val", val))}
-    logps = with_references(model, parts, run, micro_batch, precision)
-    return WithReference(train, logps), WithReference(val, logps)
-
-
 def digest(sample: Any) -> str:
     """Digest of a sample's tokens and loss mask. A mixture's sample has the digest of its part's sample."""
     while isinstance(sample, tuple):  # (number of the part, its sample)
@@ -85,19 +76,20 @@ def digest(sample: Any) -> str:
     return hashlib.blake2b(json.dumps([sample["input_ids"], sample["loss_mask"]]).encode(), digest_size=12).hexdigest()
 
 
-def with_references(
-    model: Any, parts: Mapping[str, Sequence[Dataset]], run: Path, micro_batch: int, precision: str
-) -> dict[str, list[float]]:
-    """Summed log-probabilities of the learned tokens of each row of every sample, by `digest`.
+def add_references(
+    model: Any, train: Any, val: Any, run: Path, micro_batch: int, precision: str
+) -> tuple[WithReference, WithReference]:
+    """Both data sets with the summed log-probabilities of the learned tokens of each row of every sample.
     Loads them from the run if they are saved there, else computes and saves them.
 
     model: a causal language model with the initial weights, or built without weights; then a sharded copy is used.
-    parts: data sets by split, with the same samples in every epoch.
+    train, val: with the same samples in every epoch.
     Collective: each of W processes reads every W-th batch.
 
     Raises:
         RunError: the file cannot be written, or the run's file belongs to other data.
     """
+    parts = {name: [part for _, part in leaves(name, data)] for name, data in (("train", train), ("val", val))}
     key = {name: [data.fingerprint for data in datasets] for name, datasets in parts.items()}
     path = run / FILE
     if distributed.broadcast_from_rank0(path.is_file):
@@ -105,7 +97,8 @@ def with_references(
             saved = read_json(path, RunError)
             if saved.get("of") != key:
                 raise RunError(f"{path}: belongs to other data. Delete it to compute it again with the initial model.")
-        return saved["logps"]
+        logps = saved["logps"]
+        return WithReference(train, logps), WithReference(val, logps)
     device = torch.device("cuda", distributed.local_rank()) if torch.cuda.is_available() else torch.device("cpu")
     if is_deferred := is_unfilled(model):
         from src.training.parallel.fsdp import shard_model
@@ -125,7 +118,7 @@ def with_references(
     with distributed.raise_together():
         if distributed.is_main():
             write_json(path, {"of": key, "logps": logps})
-    return logps
+    return WithReference(train, logps), WithReference(val, logps)
 
 
 @torch.no_grad()
@@ -140,7 +133,7 @@ def _logps(
         samples = [data.sample(0, index) for index in indices]
         batch = to_device(data.collate(samples), device)
         with computing:
-            logps: Tensor = answer_logps(model_logits(model, batch), batch["input_ids"], batch["loss_mask"]).logps
+            logps = reply_sums(model, batch).logps
         if counts:
             rows = logps.cpu().split([len(sample["ranks"]) for sample in samples])
             yield from ((digest(sample), row_logps.tolist()) for sample, row_logps in zip(samples, rows, strict=True))
@@ -164,6 +157,20 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
         model.train(training)
 
 
-def model_logits(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
-    """Logits (B, T, V) of a padded batch."""
-    return model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"].long(), use_cache=False).logits
+def reply_sums(model: Any, batch: Mapping[str, Tensor]) -> AnswerSums:
+    """`answer_logps` of a padded batch."""
+    output = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"].long(), use_cache=False)
+    return answer_logps(output.logits, batch["input_ids"], batch["loss_mask"])
+
+
+def log_ratios(model: Any, batch: Mapping[str, Tensor], source: str) -> tuple[AnswerSums, Tensor]:
+    """The model's `reply_sums`, and log pi(y|x) - log pi_ref(y|x) of each row, (R,) float32.
+    source: see `dpo.Preference.reference`; with "none" the second term is 0."""
+    sums = reply_sums(model, batch)
+    if source == "none":
+        return sums, sums.logps
+    if source == "stored":
+        return sums, sums.logps - batch["reference_logps"]
+    with adapters_off(model):
+        reference = reply_sums(model, batch).logps
+    return sums, sums.logps - reference

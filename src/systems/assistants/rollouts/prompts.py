@@ -10,7 +10,7 @@ from src.data import jsonl
 from src.errors import DataError
 from src.experiments.batches import TokenBatch
 from src.systems.assistants.conversations.dataset import Writing, render_prompt
-from src.systems.assistants.conversations.entries import Message, check_row, read_entry
+from src.systems.assistants.conversations.entries import Message, check_row
 from src.systems.assistants.conversations.rendering import Renderer
 from src.systems.assistants.conversations.rows import (
     ANSWERED_ROW,
@@ -96,14 +96,12 @@ class Prompts:
 
     def __getitem__(self, index: int) -> Prompt:
         number = self._row_indices[index]
-        row = self._rows[number]
-        entry = read_entry(row, self._rows.location(number))
+        entry = self._rows.entry(number)
         has_answer = not entry.is_prompt and not entry.replies
         messages, answer = (entry.messages[:-1], entry.messages[-1]) if has_answer else (entry.messages, None)
-        try:
-            return Prompt(render_prompt(self.renderer, self._writing, messages, answer), messages, row)
-        except DataError as error:
-            raise DataError(f"{self._rows.location(number)}: {error}") from None
+        with self._rows.add_location(number):
+            ids = render_prompt(self.renderer, self._writing, messages, answer)
+        return Prompt(ids, messages, self._rows[number])
 
     def collate(self, prompts: Sequence[Prompt]) -> TokenBatch:
         """Pad on the left, for `generate`."""

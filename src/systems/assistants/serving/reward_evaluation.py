@@ -22,8 +22,7 @@ from src.files import write_json
 from src.models.load import add_options, checkpoint_folder, load, move
 from src.runs.store import SavedRun, expand_run
 from src.support.command_line import aligned_lines, make_parser, parse_arguments, run_command
-from src.systems.assistants.conversations import ranked, templates
-from src.systems.assistants.conversations.rendering import Renderer
+from src.systems.assistants.conversations import ranked
 
 NAMES = {"kendall": "kendalltau", "spearman": "spearmanr"}
 """Names of scores in the report."""
@@ -84,9 +83,8 @@ def _measure(args: argparse.Namespace, places: Places) -> tuple[int, Mapping[str
     assert config is not None, "the recipe reads only ranked replies"
     model, tokenizer = load(source, places)
     move(model, args.device)
-    renderer = Renderer(tokenizer, templates.find(config.writing.template, tokenizer))
     config = config.model_copy(update={"corpus": args.folder, "val_samples": None, "shuffled_ranks": False})
-    data = ranked.RankedReplies(config, config.read(places, args.split), renderer, None, "", args.folder)
+    data = ranked.RankedReplies(config, places, tokenizer, args.split, None)
     sums = measure(model, data, recipe.loss(), args.micro_batch, model.base.device, count=recipe.count)
     return len(data), {"loss": sums.loss, **sums.means}
 

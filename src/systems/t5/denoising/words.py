@@ -32,7 +32,7 @@ class Words:
         import numpy as np
 
         size = len(tokenizer)
-        spell = _speller(tokenizer)
+        spell = _speller(json.loads(tokenizer.backend_tokenizer.to_str()), str(tokenizer.name_or_path))
         controls = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
         tokens = tokenizer.convert_ids_to_tokens(list(range(size)))
         self.texts = ["" if index in controls or token is None else spell(token) for index, token in enumerate(tokens)]
@@ -66,11 +66,6 @@ def _in_word(letter: str) -> bool:
     return letter.isalnum() or letter == "_" or "\udc80" <= letter <= "\udcff"
 
 
-def _speller(tokenizer: "PreTrainedTokenizerFast") -> Callable[[str], str]:
-    """A function from a token to its text."""
-    return _speller_of(json.loads(tokenizer.backend_tokenizer.to_str()), str(tokenizer.name_or_path))
-
-
 def require_in_folder(folder: Path) -> None:
     """Like `Words`, but reads tokenizer.json without loading the tokenizer. Passes if the file is missing or damaged,
     which loading the tokenizer reports.
@@ -83,11 +78,11 @@ def require_in_folder(folder: Path) -> None:
     except DataError:
         return
     if isinstance(parts, dict) and parts.keys() >= {"pre_tokenizer", "decoder"}:
-        _speller_of(parts, str(folder))
+        _speller(parts, str(folder))
 
 
-def _speller_of(parts: Mapping[str, Any], where: str) -> Callable[[str], str]:
-    """`_speller` of the content of tokenizer.json."""
+def _speller(parts: Mapping[str, Any], where: str) -> Callable[[str], str]:
+    """A function from a token to its text. parts: the content of tokenizer.json."""
     marks = json.dumps([parts["pre_tokenizer"], parts["decoder"]], ensure_ascii=False)
     if '"ByteLevel"' in marks:
         return _byte_level

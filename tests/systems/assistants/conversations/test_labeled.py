@@ -73,7 +73,7 @@ def test_a_prompt_is_not_paired_with_a_reply_to_itself(tmp_path: Path):
 def test_shuffled_labels_are_a_control_of_the_training_split(tmp_path: Path):
     def labels(split: str, **changes: Any) -> list[int]:
         data = build(tmp_path, ROWS, split, **changes)
-        return [rank for i in range(len(data)) for rank in data.sample(0, i)["ranks"][: len(data._group(i))]]
+        return [rank for i in range(len(data)) for rank in data.sample(0, i)["ranks"][: len(data._content(i))]]
 
     assert sorted(labels("train", shuffled_labels=True)) == sorted(labels("train"))
     assert labels("train", shuffled_labels=True) != labels("train")
@@ -84,7 +84,7 @@ def test_shuffled_labels_are_a_control_of_the_training_split(tmp_path: Path):
 @pytest.mark.parametrize(("size", "sizes"), [(1, [1] * 5), (2, [3, 2]), (4, [3, 2]), (9, [5])])
 def test_groups_have_another_prompt(tmp_path: Path, size: int, sizes: list[int]):
     data = build(tmp_path, ROWS[:5], group_size=size)
-    assert [len(data._group(i)) for i in range(len(data))] == sizes
+    assert [len(data._content(i)) for i in range(len(data))] == sizes
     assert len(data.sample(0, 0)["ranks"]) == (1 if size == 1 else 2 * sizes[0])
 
 
