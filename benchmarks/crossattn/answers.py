@@ -24,7 +24,7 @@ from src.experiments.interfaces import load_experiment
 BATCH, NEW_TOKENS = 16, 16
 
 
-def plain_answers(model: Any, tokenizer: Any, prompts: Sequence[list[int]]) -> list[str]:
+def plain_answers(model: Any, tokenizer: Any, prompts: Sequence[list[Any]]) -> list[str]:
     """Greedy answers by transformers alone."""
     batch = tokenizer.pad({"input_ids": list(prompts)}, padding_side="left", return_tensors="pt")
     length = batch["input_ids"].shape[1]
