@@ -17,13 +17,14 @@ def read_later(recording: Recording, build: Callable[[], Any], folder: Path, fil
     """Build a pretrained transformers model with parameters on the meta device and real buffers, in the block of
     `recording`.
 
-    files: all weight files in `folder`.
+    files: all weight files that transformers loads from `folder`.
 
     Raises:
-        ValueError: the files cannot be read directly: not safetensors, or a weight is missing by name or shape.
+        ValueError: the files cannot be read directly: not safetensors, or a weight is missing by name or shape; or
+            transformers loads some weights in another type, or adapters.
         CheckpointError: a file is damaged.
     """
-    if {path.resolve() for path in folder.glob("*.safetensors")} != {path.resolve() for path in files}:
+    if {path.suffix for path in files} != {".safetensors"} or (folder / "adapter_config.json").exists():
         raise ValueError(f"{folder}: the weights are in other files.")
     saved_tensors: dict[str, Tensor] = {}
     holders: dict[str, Path] = {}
@@ -35,6 +36,8 @@ def read_later(recording: Recording, build: Callable[[], Any], folder: Path, fil
         # `from_pretrained` draws no random numbers, but some constructors do.
         with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False):
             model = build()
+            model.apply(lambda module: setattr(module, "_is_hf_initialized", False))
+            model.initialize_weights()  # like `from_pretrained`, computes buffers in float32
         model.tie_weights()
         _untie(model, holders)
     state = {
@@ -43,8 +46,8 @@ def read_later(recording: Recording, build: Callable[[], Any], folder: Path, fil
         if name in saved_tensors and saved_tensors[name].shape == tensor.shape
     }
     ids = {id(tensor) for tensor in state.values()}
-    if any(id(parameter) not in ids for parameter in model.parameters()):
-        raise ValueError(f"{folder}: weights of the model are not in the files.")
+    if any(id(parameter) not in ids for parameter in model.parameters()) or model._get_dtype_plan(model.dtype):
+        raise ValueError(f"{folder}: weights of the model are not in the files, or stay in float32.")
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     model.name_or_path = str(folder)

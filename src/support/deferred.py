@@ -8,6 +8,7 @@ left in the same state. Weights in safetensors files are recorded as reads.
 import copy
 import itertools
 import mmap
+import sys
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -22,9 +23,11 @@ from safetensors import safe_open
 from safetensors.torch import _TYPES
 from torch import Tensor, nn
 from torch.nn import init
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from src.errors import ConfigError
 from src.support.weights import is_unfilled, read_tensors, reading_tensors
 
 _FACTORIES = {"empty", "empty_strided", "full", "ones", "rand", "randn", "zeros"}
@@ -36,6 +39,7 @@ _REPLACES = {"copy_", "exponential_", "fill_", "normal_", "random_", "uniform_",
 _COPIES = {"_to_copy": 0, "clone": 0, "copy_": 1}
 """Operations that at most convert the type, with the position of the source in their arguments."""
 _READ = "read"
+_CANNOT = "a model that calls it cannot be built in shards. Start without --fsdp."
 _META = torch.device("meta")
 _ATTRIBUTE = "deferred_weights"
 
@@ -55,6 +59,17 @@ class _Operation:
     """Tensors that it overwrites completely, in place."""
     random_state: Tensor | None = None
     """State of torch's generator before an operation that draws."""
+
+
+class _RecordableFunctions(TorchFunctionMode):
+    """A block in which torch's functions call the operations to record."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == vars(torch._C.TensorBase)["is_meta"].__get__ and sys._getframe(1).f_globals is vars(init):
+            return False  # torch's orthogonal_, sparse_ and dirac_ return early on the meta device
+        if func == vars(torch._C.TensorBase)["data"].__set__ and args[0].is_meta:
+            args = (args[0], args[1].to(_META))
+        return func(*args, **(kwargs or {}))
 
 
 class Recording(TorchDispatchMode):
@@ -82,7 +97,7 @@ class Recording(TorchDispatchMode):
 
     def _draw_truncated(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Record torch's function as one operation, as the number of its draws depends on their values."""
-        if tensor.is_meta:
+        if tensor.is_meta and kwargs.get("generator") is None:
             target, state = tensor.detach(), torch.get_rng_state()
             with self.pause():
                 self._truncated(_empty_like(target), *args, **kwargs)
@@ -100,28 +115,33 @@ class Recording(TorchDispatchMode):
         is_new = (not tensors and name in _FACTORIES) or kwargs.get("device") == _META
         if not is_new and not any(tensor.is_meta for tensor in tensors):
             return func(*args, **kwargs)
-        arguments = zip(func._schema.arguments, args, strict=False)
-        changed = _tensors([value for spec, value in arguments if spec.alias_info and spec.alias_info.is_write])
+        specs = func._schema.arguments
+        values = dict(zip((spec.name for spec in specs), args, strict=False)) | kwargs
+        changed = _tensors([values.get(spec.name) for spec in specs if spec.alias_info and spec.alias_info.is_write])
         draws = torch.Tag.nondeterministic_seeded in func.tags
-        has_values = any("Tensor" not in str(result.type) for result in func._schema.returns)
-        if has_values or (draws and name not in _DRAWS) or not all(tensor.is_meta for tensor in changed):
-            assert not any(tensor.is_meta for tensor in changed), f"{func} cannot be run later"
+        is_value = any("Tensor" not in str(result.type) for result in func._schema.returns)
+        if is_value or (draws and name not in _DRAWS) or kwargs.get("generator") or not all(t.is_meta for t in changed):
+            if any(tensor.is_meta for tensor in changed):
+                raise ConfigError(f"{func}: {_CANNOT}")
             args, kwargs = tree_map_only(Tensor, self.compute, (args, kwargs))
             return func(*args, **kwargs)
-        assert kwargs.get("generator") is None, f"{func}: only draws from torch's global generator can be run later"
         state = torch.get_rng_state() if draws else None
         if draws:
-            func(*tree_map_only(Tensor, _empty_like, args), **kwargs)  # advances the generator
+            unused_args, unused_kwargs = tree_map_only(Tensor, _empty_like, (args, kwargs))
+            func(*unused_args, **unused_kwargs)  # advances the generator
         overwrites = [t for t in changed if name in _REPLACES and t.nbytes == t.untyped_storage().nbytes()]
         reads = [_storage(t) for t in tensors if t.is_meta and not any(t is each for each in overwrites)]
         overwrites = [t for t in overwrites if _storage(t) not in reads]
         if is_new or "device" in kwargs:
             kwargs["device"] = _META
         planned_args, planned_kwargs = tree_map_only(Tensor, _on_meta, (args, kwargs))
-        result = func(*planned_args, **planned_kwargs)
+        try:
+            result = func(*planned_args, **planned_kwargs)
+        except NotImplementedError:  # torch's parametrizations ignore it
+            raise ConfigError(f"{func}: {_CANNOT}") from None
         args, kwargs, results, overwrites = tree_map_only(Tensor, _alias, (args, kwargs, _tensors(result), overwrites))
         if "device" in kwargs:
-            kwargs["device"] = torch.device("cpu")
+            kwargs |= {"device": torch.device("cpu"), "dtype": result.dtype}  # torch's default type can change
         self._add(
             _Operation(func, name, args, kwargs, results, reads, overwrites, state),
             {_storage(t) for t in changed} | {_storage(t) for t in results} - {_storage(t) for t in tensors},
@@ -180,6 +200,7 @@ class Recording(TorchDispatchMode):
                 args, kwargs = tree_map_only(Tensor, real, (operation.args, operation.kwargs))
                 result = operation.run(*args, **kwargs)
                 for planned_tensor, result_tensor in zip(operation.results, _tensors(result), strict=True):
+                    assert result_tensor.dtype == planned_tensor.dtype, f"{operation.name}: another default type"
                     storages.setdefault(_storage(planned_tensor), result_tensor.untyped_storage())
             return real(tensor)
 
@@ -230,12 +251,13 @@ class Recording(TorchDispatchMode):
 
 def build_deferred(build: Callable[[], Any]) -> Any:
     """Build a model with its weights on the meta device, for `take_recording`. Buffers have their values."""
-    with Recording() as recording:
+    with Recording() as recording, _RecordableFunctions():
         model = build()
-    for module in model.modules():
-        for values in (vars(module), vars(module)["_buffers"]):
-            meta_tensors = {key: value for key, value in values.items() if isinstance(value, Tensor) and value.is_meta}
-            values |= {key: recording.compute(value) for key, value in meta_tensors.items()}
+    weights = {id(weight) for weight in model.parameters()}
+    for values in [vars(module) for module in model.modules()]:
+        for key, value in values.items():
+            if any(tensor.is_meta and id(tensor) not in weights for tensor in _tensors(value)):
+                values[key] = tree_map_only(Tensor, lambda t: t if id(t) in weights else recording.compute(t), value)
     setattr(model, _ATTRIBUTE, recording)
     return model
 

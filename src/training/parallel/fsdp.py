@@ -149,7 +149,7 @@ def _fill(module: nn.Module, device: torch.device, recording: Recording, deferre
     deferred: these weights by name, on the meta device."""
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
-        return itertools.chain(module.named_parameters(), module.named_buffers())
+        return itertools.chain(module.named_parameters(), module.named_buffers(remove_duplicate=False))
 
     there = {name: tensor.detach().clone() for name, tensor in tensors() if not tensor.is_meta}
     module.to_empty(device=device)

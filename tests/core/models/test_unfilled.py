@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoTokenizer, T5Config, T5ForConditionalGeneration
@@ -51,6 +52,16 @@ def make_t5(logits_tied: bool, vocab_size: int = 60) -> Any:
     if not logits_tied:
         model.lm_head.weight = nn.Parameter(torch.randn(vocab_size, 16))
     return model
+
+
+def store_as_pickle(folder: Path) -> None:
+    """Replace the safetensors files of a pretrained model."""
+    files = sorted(folder.glob("model*.safetensors"))
+    torch.save(
+        {name: tensor for file in files for name, tensor in load_file(file).items()}, folder / "pytorch_model.bin"
+    )
+    for path in folder.glob("model*.safetensors*"):
+        path.unlink()
 
 
 def build_models(data: Path, **more: Any) -> tuple[Any, Any]:
@@ -247,15 +258,18 @@ def test_weights_that_cannot_be_read_in_parts_are_loaded_fully(tmp_path: Path):
     data = toy.write_data(tmp_path / "data")
     saved = save(data / "kept", "gpt2")
 
-    def loads_fully() -> bool:
-        whole, other = build_models(data)
-        same = all(torch.equal(one, two) for one, two in zip(other.parameters(), whole.parameters(), strict=True))
+    def loads_fully(**more: Any) -> bool:
+        whole, other = build_models(data, **more)
+        pairs = zip(other.parameters(), whole.parameters(), strict=True)
+        same = all(one.dtype == two.dtype and torch.equal(one, two) for one, two in pairs)
         return same and not is_unfilled(other)
 
     shutil.copytree(saved, data / "pretrained")
     assert is_unfilled(build_models(data)[1])
-    save_file({"x": torch.ones(1)}, data / "pretrained" / "more.safetensors")
-    assert loads_fully(), "another file"
+    save_file({"x": torch.ones(1)}, data / "pretrained" / "consolidated.safetensors")
+    assert is_unfilled(build_models(data)[1]), "transformers does not load this file"
+    store_as_pickle(data / "pretrained")
+    assert loads_fully(), "not safetensors"
     shutil.rmtree(data / "pretrained")
     shutil.copytree(saved, data / "pretrained", ignore=shutil.ignore_patterns("*.safetensors*"))
     file_tensors = {name: tensor for file in saved.glob("*.safetensors") for name, tensor in load_file(file).items()}
@@ -267,6 +281,33 @@ def test_weights_that_cannot_be_read_in_parts_are_loaded_fully(tmp_path: Path):
     shutil.rmtree(data / "pretrained")
     save(data / "pretrained", "gpt_neox")
     assert loads_fully(), "names that transformers changes"
+    shutil.rmtree(data / "pretrained")
+    save(data / "pretrained", "t5", logits_tied=True)
+    assert loads_fully(name="t5", dtype="float16"), "transformers loads some weights in float32"
+    assert is_unfilled(build_models(data, name="t5", dtype="bfloat16")[1])
+
+
+def test_a_folder_with_adapters_is_loaded_by_transformers(tmp_path: Path):
+    data = toy.write_data(tmp_path / "data")
+    folder = save(data / "pretrained", "llama")
+    model: Any = make_base("llama")
+    model.add_adapter(LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    model.save_pretrained(folder)
+    (folder / "adapter_config.json").write_text(
+        json.dumps(json.loads((folder / "adapter_config.json").read_text()) | {"base_model_name_or_path": str(folder)})
+    )
+    whole, other = build_models(data)
+    assert [name for name, _ in other.named_parameters()] == [name for name, _ in whole.named_parameters()]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_buffers_are_computed_in_the_type_that_transformers_uses(tmp_path: Path, dtype: str):
+    data = toy.write_data(tmp_path / "data")
+    save(data / "pretrained", "gptj", rotary_dim=4)
+    whole, other = build_models(data, dtype=dtype)
+    assert is_unfilled(other)
+    for name, expected in whole.named_buffers():
+        assert torch.equal(other.get_buffer(name), expected), name
 
 
 @pytest.mark.slow
@@ -295,13 +336,14 @@ def test_a_training_has_the_same_bits_and_resumes(tmp_path: Path, name: str):
     )
     root = toy.project(tmp_path, f"EXP_GROUPS = {{'x': [{exp!r}]}}\n")
     run, loaded = tmp_path / "runs" / exp_id(exp), {}
-    more = data / "pretrained" / "more.safetensors"
+    shutil.copytree(data / "pretrained", tmp_path / "safetensors")
     for whole in (True, False):
         words = ["--fsdp"] if name == "t5" or not whole else []  # of T5 DDP adds the norm of gradients in another order
         if whole:
-            save_file({"x": torch.ones(1)}, more)  # has FSDP2 begin with a whole model
+            store_as_pickle(data / "pretrained")  # has FSDP2 begin with a whole model
         else:
-            more.unlink()
+            shutil.rmtree(data / "pretrained")
+            shutil.copytree(tmp_path / "safetensors", data / "pretrained")
         assert toy.run(root, ["-e", "x", *words], tmp_path, processes=2).returncode == 0
         assert ("each process loads its shard of these weights" in (run / "logs" / "train.log").read_text()) != whole
         loaded[whole] = scores(run), weights(run)
