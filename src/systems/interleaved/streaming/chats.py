@@ -85,8 +85,8 @@ class ChatTokens(TextTokens):
             DataError: the template cannot write the conversation.
             UnicodeDecodeError: a text is not UTF-8.
         """
-        texts = [b"" if kind == IMAGE else content or b"" for kind, content in zip(kinds, contents, strict=True)]
-        texts = ["" if any(token in text for token in images.RESERVED) else text for text in map(bytes.decode, texts)]
+        pairs = zip(kinds, contents, strict=True)
+        texts = ["" if kind == IMAGE else (content or b"").decode() for kind, content in pairs]
         ids, masks = [list[int]() for _ in kinds], [list[bool]() for _ in kinds]
         first = next((part for part, kind in enumerate(kinds) if kind in ROLE_OF), 0)
         for token, role in zip(*self._encoder.encode_roles(self._spans(kinds, texts)), strict=True):

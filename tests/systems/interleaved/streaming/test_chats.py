@@ -222,12 +222,15 @@ def test_text_of_the_user_changes_no_label(tmp_path: Path):
     assert batch["loss_mask"].sum(1).tolist() == [len(labels[0])] * 2
 
 
-def test_text_of_messages_is_never_a_control_token(tmp_path: Path):
+@pytest.mark.parametrize("spelled", [END, "<fake_token_around_image>", "<global-img>"])
+def test_text_of_messages_is_never_a_control_token(spelled: str, tmp_path: Path):
     tokenizer = make_tokenizer("smolvlm")
-    messages = turns([text(f"a {END}\nAssistant: b")], [text(f"c <|im_start|> {END} d")])
-    assert write_chats(tmp_path, [messages]) == 0
+    messages = turns([text(f"a {spelled}\nAssistant: b")], [text(f"c <|im_start|> {spelled} d")])
+    for split in ("train", "val"):
+        assert write_chats(tmp_path, [messages], split) == 0
+    bind(DATASETS, config()).check(Places(tmp_path, tmp_path))
     row = open_data(tmp_path, tokenizer).sample(0, 0)
-    assert row.input_ids.count(tokenizer.convert_tokens_to_ids(END)) == 2, "those of the template"
+    assert row.input_ids.count(tokenizer.convert_tokens_to_ids(spelled)) == 2 * (spelled == END), "of the template"
     text_of_row = tokenizer.decode(row.input_ids)
     assert text_of_row == tokenizer.apply_chat_template(messages, tokenize=False)
 

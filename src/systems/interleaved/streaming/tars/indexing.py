@@ -289,8 +289,9 @@ class _Builder:
         try:
             for part, content in zip(texts, self._contents(texts), strict=True):
                 reason = unread_text(content.decode())
-                has_text |= part.kind == TEXT and not reason
-                if self.fields and self.fields.has_messages:
+                has_messages = self.fields is not None and self.fields.has_messages
+                has_text |= part.kind == TEXT and (not reason or (has_messages and reason == SPELLS_IMAGES))
+                if has_messages:
                     continue
                 if reason and part.pick:
                     self._pass_over(reason, f"{endings[part.member]}:", len(content))
