@@ -43,6 +43,10 @@ def text(content: str) -> dict[str, Any]:
     return {"type": "text", "text": content}
 
 
+def named(name: Any) -> dict[str, Any]:
+    return {**IMAGE, "path": name}
+
+
 def turns(*contents: Any) -> list[dict[str, Any]]:
     """Messages of the user and of the assistant in turns."""
     roles = ("user", "assistant")
@@ -309,8 +313,13 @@ OTHER_IMAGES = "its messages have other images than the tar"
         (members("1", CHATS[0], images=2), OTHER_IMAGES),
         (members("1", CHATS[1], images=2), OTHER_IMAGES),
         (members("1", CHATS[0], images=0), OTHER_IMAGES),
-        (members("1", turns([{"type": "image", "path": "gone.jpg"}], [text("b")]), images=0), OTHER_IMAGES),
-        (members("1", turns([{"type": "image", "path": "0.jpg"}], [text("b")]), images=2), OTHER_IMAGES),
+        (members("1", turns([named("gone.jpg")], [text("b")]), images=0), OTHER_IMAGES),
+        (members("1", turns([named("0.jpg")], [text("b")]), images=2), OTHER_IMAGES),
+        (members("1", turns([named("1.jpeg"), named("0.jpeg")], [text("b")]), images=2), OTHER_IMAGES),
+        (members("1", turns([named("gone.jpg"), IMAGE], [text("b")]), images=2), OTHER_IMAGES),
+        (members("1", turns([named(1), IMAGE, IMAGE], [text("b")]), images=2), BAD),
+        (members("1", turns([named(0)], [text("b")]), images=1), BAD),
+        (members("1", turns([named(True)], [text("b")]), images=1), BAD),
         ([("1.json", b"{")], "its JSON does not have the mapped fields"),
     ],
 )

@@ -244,7 +244,7 @@ class _Builder:
         items, is_ordered = fields.items(contents)
         key = split_names([name.lower()])[0][0].rpartition("/")[2]
         entries.update(item.entry for item in items)
-        images = self._find_images([item.name for item in items if item.name], places, key)
+        images = self._find_images([item.name for item in items if item.name], places, key, fields.has_messages)
         if fields.has_messages:
             in_tar = {place for ending, place in places.items() if kind_and_position(ending)[0] == IMAGE}
             if None in images.values() or not in_tar <= set(images.values()):
@@ -263,19 +263,21 @@ class _Builder:
         return [*parts, *derived_parts], num_lost
 
     @staticmethod
-    def _find_images(names: Sequence[str], places: Mapping[str, int], key: str) -> dict[str, int | None]:
-        """Match each image name in a JSON to a member: by its name after the key, its file name, or its position."""
+    def _find_images(
+        names: Sequence[str], places: Mapping[str, int], key: str, has_messages: bool
+    ) -> dict[str, int | None]:
+        """Match each image name in a JSON to a member: by its name after the key, its file name, or its position; in
+        messages, only those made up for images without a name by their position."""
         matches = dict[str, int | None]()
         for name in names:
             base = name.rpartition("/")[2].lower()
             matches[name] = places.get(base, places.get(base.removeprefix(f"{key}.")))
-        unknown = [name for name in matches if matches[name] is None]
+        unknown = [name for name in matches if matches[name] is None and (not has_messages or name[0] == NO_NAME)]
         positions = [(kind_and_position(ending), place) for ending, place in places.items()]
-        is_unnamed = any(name.startswith(NO_NAME) for name in unknown)
         numbered_images = sorted(
             (-1 if position is None else position, place)
             for (kind, position), place in positions
-            if kind == IMAGE and (place not in matches.values() if is_unnamed else position is not None)
+            if kind == IMAGE and (place not in matches.values() if has_messages else position is not None)
         )
         if len(unknown) == len(numbered_images):
             matches.update(zip(unknown, (place for _, place in numbered_images), strict=True))
