@@ -8,7 +8,7 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from itertools import groupby, pairwise
+from itertools import groupby, pairwise, takewhile
 from typing import TYPE_CHECKING, Any, cast
 
 from src.data.text.spans import Span, SpanEncoder
@@ -36,9 +36,9 @@ class _Encoder(SpanEncoder):
     def is_answer(self, role: int) -> bool:
         return role % 2 == 1
 
-    def find_control(self, text: str, begin: int, end: int) -> re.Match[str] | None:
-        """The first control token in a range of a text."""
-        return self._controls.search(text, begin, end)
+    def until_control(self, text: str) -> str:
+        """A text up to its last control token; "" if it has none."""
+        return text[: max((match.end() for match in self._controls.finditer(text)), default=0)]
 
 
 class ChatTokens(TextTokens):
@@ -71,6 +71,7 @@ class ChatTokens(TextTokens):
         controls = sorted((str(t), i) for i, t in tokenizer.added_tokens_decoder.items() if str(t) in self._source)
         rules = json.dumps([self.digest, self._source, self._names, controls])
         self.digest = hashlib.sha256(rules.encode()).hexdigest()[:16]
+        self._end = self._find_end()
         self._check()
 
     def encode(self, kinds: Sequence[int], contents: Sequence[bytes | None]) -> list[list[int]]:
@@ -107,8 +108,8 @@ class ChatTokens(TextTokens):
         places, parts = [*_PLACE.finditer(text)], [part for part, kind in enumerate(kinds) if kind in ROLE_OF]
         if [int(place[1] or -1) for place in places] != [-1 if kinds[part] == IMAGE else part for part in parts]:
             raise DataError(f"{self._where}: the chat template does not write each text and image once, in order.")
-        answers = [self._answer(messages, number, text) for number in range(1, len(messages))]
-        answers = [answer for answer in answers if answer]
+        numbers = [number for number, message in enumerate(messages) if number and message["role"] == "assistant"]
+        answers = [self._answer(messages, number, text) for number in numbers]
         spans, offset = list[Span](), 0
         for part, place in zip(parts, places, strict=True):
             spans += _template_spans(text, offset, place.start(), part, answers)
@@ -128,26 +129,28 @@ class ChatTokens(TextTokens):
             result.append(span)
         return result
 
-    def _answer(self, messages: Sequence[Any], number: int, text: str) -> tuple[int, int] | None:
-        """The range in `text` of message `number`, to its end token; None if it is not the assistant's."""
-        if messages[number]["role"] != "assistant":
-            return None
+    def _answer(self, messages: Sequence[Any], number: int, text: str) -> tuple[int, int]:
+        """The range in `text` of message `number`, an answer, to its end token."""
         prompt = self._render(messages[:number], answering=True)
-        if not text.startswith(prompt):
+        end = messages[number]["content"][-1]["text"] + self._end
+        if not text.startswith(prompt) or end not in text:
             raise DataError(
-                f"{self._where}: the generation prompt of the chat template does not start the answer: "
-                f"{prompt[-40:]!r}."
+                f"{self._where}: the chat template does not start the answer with its generation prompt, or does not "
+                f"end it like others: {prompt[-40:]!r}, {self._end!r}. Use another template."
             )
-        last = messages[number]["content"][-1]["text"]
-        begin = text.index(last) + len(last)
-        following = _PLACE.search(text, begin)
-        end = self._encoder.find_control(text, begin, following.start() if following else len(text))
-        if end is None:
+        if not self._end:
             raise DataError(
                 f"{self._where}: no control token of the chat template ends an answer, so the model would not learn to "
                 "stop. Use a template that writes one, and check that the tokenizer has it."
             )
-        return len(prompt), end.end()
+        return len(prompt), text.index(end) + len(end)
+
+    def _find_end(self) -> str:
+        """Text of the template after an answer, up to the last control token before the next message."""
+        messages = _messages([kind for kind, _ in _PROBE], [_MARK + str(part) for part in range(len(_PROBE))])
+        texts = [self._render(messages[:count]).partition(_MARK + "2")[2] for count in (2, 3)]
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(*texts, strict=False))
+        return self._encoder.until_control("".join(character for character, _ in same))
 
     def _render(self, messages: Sequence[Any], answering: bool = False) -> str:
         from transformers.utils.chat_template_utils import render_jinja_template

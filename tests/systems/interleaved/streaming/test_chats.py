@@ -3,6 +3,7 @@
 import io
 import json
 import re
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from src.experiments.registry import DATASETS, bind
 from src.systems.interleaved.streaming import manifest
 from src.systems.interleaved.streaming.chats import ChatTokens
 from src.systems.interleaved.streaming.images import ImagesConfig
+from src.systems.interleaved.streaming.tar_index import PROMPT, TEXT
 from tests.systems.interleaved.streaming import pages
 from tests.systems.interleaved.streaming.test_tar_index import tar_of
 
@@ -187,6 +189,24 @@ def test_ids_and_pixels_are_those_of_apply_chat_template(family: str, with_count
             np.testing.assert_allclose(theirs["pixel_values"][0].numpy(), pixels, atol=1e-6)
         else:
             assert "pixel_values" not in theirs
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        (SMOLVLM.replace(END, "<unk>" + END), f"<unk>{END}"),
+        (SMOLVLM + "{% if not add_generation_prompt %}<unk>{% endif %}", END),
+        (SMOLVLM.replace("{{ message['role']", "<unk>{{ message['role']").replace("'Ass", "'<unk>Ass"), END),
+    ],
+)
+def test_end_of_an_answer_is_the_last_control_token_before_the_next_message(template: str, end: str):
+    tokenizer = make_tokenizer("smolvlm")
+    tokenizer.chat_template = template
+    tokens = ChatTokens(tokenizer)
+    ids, masks = tokens.encode_with_loss([PROMPT, TEXT] * 2, [b"q", b"a"] * 2)
+    pairs = zip(chain(*ids), chain(*masks), strict=True)
+    assert tokenizer.decode([token for token, is_learned in pairs if is_learned]) == f" a{end}" * 2
+    assert tokens.answer_ends == [tokenizer.convert_tokens_to_ids(END)]
 
 
 @FAMILY
