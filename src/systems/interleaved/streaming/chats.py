@@ -7,15 +7,16 @@ except that text of messages never becomes a control token.
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise, takewhile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from src.data.text.spans import Span, SpanEncoder
 from src.errors import DataError
-from src.systems.interleaved.streaming import images, tar_index
-from src.systems.interleaved.streaming.manifest import Manifest
-from src.systems.interleaved.streaming.tar_index import GOOD, IMAGE, PROMPT, REASONS, SYSTEM, TEXT
+from src.systems.interleaved.streaming import images, manifest, tar_index
+from src.systems.interleaved.streaming.manifest import Manifest, Shard
+from src.systems.interleaved.streaming.tar_index import GOOD, IMAGE, PROMPT, REASONS, SYSTEM, TEXT, TarIndex
 from src.systems.interleaved.streaming.texts import TextTokens
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ _BAD = (tar_index.NO_TEXT, tar_index.NO_FIELDS, tar_index.NO_CHAT, tar_index.OTH
 _MARK = "\x02"
 """Delimiter of a part's number, which replaces its text while the template is rendered."""
 _PLACE = re.compile(f"{_MARK}([0-9]+){_MARK}|{re.escape(images.IMAGE)}")
-_PROBE = ((IMAGE, ""), (PROMPT, " one "), (TEXT, " two "), (PROMPT, "three"), (IMAGE, ""), (TEXT, "four"))
+_TEXT = "\n One <&'\t> </think> \n"
+_PROBE = ((IMAGE, ""), (PROMPT, _TEXT), (TEXT, _TEXT), (PROMPT, _TEXT), (IMAGE, ""), (TEXT, _TEXT))
 
 
 class _Encoder(SpanEncoder):
@@ -72,7 +74,7 @@ class ChatTokens(TextTokens):
         rules = json.dumps([self.digest, self._source, self._names, controls])
         self.digest = hashlib.sha256(rules.encode()).hexdigest()[:16]
         self._end = self._find_end()
-        self._check()
+        self.check()
 
     def encode(self, kinds: Sequence[int], contents: Sequence[bytes | None]) -> list[list[int]]:
         return self.encode_with_loss(kinds, contents)[0]
@@ -167,9 +169,9 @@ class ChatTokens(TextTokens):
             raise DataError(f"{self._where}: the chat template rejects the messages {roles} ({reason}).") from None
         return texts[0]
 
-    def _check(self) -> None:
-        """Raises DataError if the template cannot be trained with."""
-        kinds, texts = [kind for kind, _ in _PROBE], [text for _, text in _PROBE]
+    def check(self, has_system: bool = False) -> None:
+        """Raises DataError if the template cannot be trained with. has_system: whether documents have SYSTEM parts."""
+        kinds, texts = zip(*[(SYSTEM, _TEXT)] * has_system, *_PROBE, strict=True)
         self._spans(kinds, texts)
         text = self._render(_messages(kinds, [f"{_MARK}{part}{_MARK}" for part in range(len(kinds))]))
         expected = _PLACE.sub(lambda place: texts[int(place[1])] if place[1] else place.group(), text)
@@ -208,10 +210,22 @@ def make_tokens(tokenizer: "PreTrainedTokenizerFast", style: str, is_chat: bool,
     return ChatTokens(tokenizer, style, where) if is_chat else TextTokens(tokenizer, style)
 
 
+def check_system(texts: TextTokens, folders: Sequence[Path]) -> None:
+    """Raises DataError if documents of these folders have system messages that the chat template cannot write."""
+    lists = [manifest.load(folder) for folder in folders if (folder / manifest.NAME).is_file()]
+    has_system = any(SYSTEM in index.parts["kind"] for each in lists for _, index in _indexes(each))
+    if isinstance(texts, ChatTokens) and has_system:
+        texts.check(has_system)
+
+
+def _indexes(shard_list: Manifest) -> Iterator[tuple[Shard, TarIndex]]:
+    for shard in shard_list.shards:
+        yield shard, tar_index.load_file(shard_list.folder / shard.index, shard.bytes, shard.url, shard.index_digest)
+
+
 def check_documents(where: str, shard_list: Manifest) -> None:
     """Raises DataError, which starts with `where`, for a document that is not a conversation."""
-    for shard in shard_list.shards:
-        index = tar_index.load_file(shard_list.folder / shard.index, shard.bytes, shard.url, shard.index_digest)
+    for shard, index in _indexes(shard_list):
         kinds, records = index.parts["kind"].tolist(), index.documents[["first_part", "parts", "bad"]].tolist()
         for number, (first, count, bad) in enumerate(records):
             roles = [role for role, _ in groupby(ROLE_OF[k] for k in kinds[first : first + count] if k in ROLE_OF)]

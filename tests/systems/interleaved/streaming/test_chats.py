@@ -384,6 +384,10 @@ def test_messages_without_chat_are_refused(tmp_path: Path):
     [
         (None, "no chat template"),
         (SMOLVLM.replace("line['text'] ", "line['text'] | trim "), "changes the text"),
+        (SMOLVLM.replace("line['text'] ", "line['text'].strip('\n') "), "changes the text"),
+        (SMOLVLM.replace("line['text'] ", "line['text'] | e "), "changes the text"),
+        (SMOLVLM.replace("line['text'] ", "line['text'].split('</think>')[-1] "), "changes the text"),
+        (SMOLVLM.replace("line['text'] ", "line['text'].replace('\t', ' ') "), "changes the text"),
         (SMOLVLM.replace(END, ""), "no control token"),
         (SMOLVLM.replace("'Assistant:'", "'Model:'"), "does not start the answer"),
         (SMOLVLM.replace("'<image>'", "'<img>'"), "each text and image once"),
@@ -401,6 +405,32 @@ def test_templates_that_cannot_be_trained_with_are_refused_before_the_start(
     data = bind(DATASETS, config())
     with pytest.raises(DataError, match=rf"data\.sources\.x\.chat: .*{message}"):
         data.check_tokenizer(Places(tmp_path, tmp_path), TokenizerSource(tmp_path / "tokenizer"))
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (f"{{% if messages[0].role == 'system' %}}{{{{ raise_exception('none') }}}}{{% endif %}}{SMOLVLM}", "none"),
+        (SMOLVLM.replace("in messages", "in messages if message.role != 'system'"), "each text and image once"),
+        (
+            SMOLVLM.replace("line['text'] ", "(line['text'] | trim if message.role == 'system' else line['text']) "),
+            "changes",
+        ),
+    ],
+)
+def test_templates_that_write_no_system_message_are_refused_for_conversations_with_one(
+    template: str, message: str, tmp_path: Path
+):
+    tokenizer = make_tokenizer("smolvlm")
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    data, source = bind(DATASETS, config()), TokenizerSource(tmp_path / "tokenizer")
+    for split in ("train", "val"):
+        assert write_chats(tmp_path, CHATS[:1], split) == 0
+    data.check_tokenizer(Places(tmp_path, tmp_path), source)
+    assert write_chats(tmp_path, CHATS, "val") == 0
+    with pytest.raises(DataError, match=rf"data\.sources\.x\.chat: .*{message}"):
+        data.check_tokenizer(Places(tmp_path, tmp_path), source)
 
 
 def test_template_of_the_processor_is_used(tmp_path: Path):
