@@ -69,8 +69,11 @@ class ChatTokens(TextTokens):
         if "strftime_now" in self._source:
             raise DataError(f"{where}: the chat template writes today's date, so a resumed training would differ.")
         self._names = {name: text for name, text in tokenizer.special_tokens_map.items() if isinstance(text, str)}
-        self._encoder, self._separator = _Encoder(tokenizer), str(tokenizer.eos_token)
-        controls = sorted((str(t), i) for i, t in tokenizer.added_tokens_decoder.items() if str(t) in self._source)
+        self._encoder, added_tokens = _Encoder(tokenizer), tokenizer.added_tokens_decoder
+        separators = [str(t) for t in added_tokens.values() if t.special and not t.lstrip and not t.rstrip]
+        self._separator = [str(tokenizer.eos_token), *separators][-1]
+        names = {str(t): i for i, t in added_tokens.items() if str(t) in self._source}
+        controls = sorted((name, i) for name, i in names.items() if name not in images.RESERVED)
         rules = json.dumps([self.digest, self._source, self._names, controls])
         self.digest = hashlib.sha256(rules.encode()).hexdigest()[:16]
         self._end = self._find_end()

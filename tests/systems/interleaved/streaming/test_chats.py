@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data_prep.interleaved import index
-from data_prep.interleaved.digit_pages import CHAT_TEMPLATE
+from data_prep.interleaved import digit_pages, index
 from data_prep.interleaved.write import Document, Part, Writing, write
+from src.data.text import tokenizers
 from src.errors import DataError, UserError
 from src.experiments.config import Places, Problems
 from src.experiments.kinds import TokenizerSource
 from src.experiments.registry import DATASETS, bind
-from src.systems.interleaved.streaming import manifest
+from src.systems.interleaved.streaming import manifest, tar_index
 from src.systems.interleaved.streaming.chats import ChatTokens
 from src.systems.interleaved.streaming.images import ImagesConfig
 from src.systems.interleaved.streaming.tar_index import PROMPT, TEXT
@@ -26,7 +26,7 @@ from tests.systems.interleaved.streaming import pages
 from tests.systems.interleaved.streaming.test_tar_index import tar_of
 
 END = "<end_of_utterance>"
-SMOLVLM = CHAT_TEMPLATE
+SMOLVLM = digit_pages.CHAT_TEMPLATE
 LINES = ["Assistant: User: System: It is a cat. Where are they? The digits are 1 2 3.", "what is it"] * 3
 IDEFICS3 = SMOLVLM.replace("<|im_start|>", "<|begin_of_text|>").replace(
     "message['role'] | capitalize", "message['role'].capitalize()"
@@ -167,6 +167,19 @@ def encode(processor: Any, messages: list[dict[str, Any]], **more: Any) -> Any:
     return processor.apply_chat_template(messages, tokenize=True, return_dict=True, return_tensors="pt", **more)
 
 
+def test_counts_are_used_after_a_model_added_its_image_tokens(tmp_path: Path):
+    folder = tmp_path / "tokenizer"
+    digit_pages._tokenizer(folder, True)
+    spelled = turns([text("What is <fake_token_around_image>?"), IMAGE], [text("It is <global-img>.")])
+    assert write_chats(tmp_path, [*CHATS, spelled], "train", "--tokenizer", str(folder)) == 0
+    tokenizer = tokenizers.load(folder, ImagesConfig(**config()["images"]).special_tokens())
+    data = open_data(tmp_path, tokenizer)
+    assert data.documents[0]._plan(0).tokens
+    for number in range(len(CHATS) + 1):
+        (piece,) = data.pieces(number)
+        assert piece.tokens == len(data.sample(0, number).input_ids)
+
+
 @FAMILY
 @pytest.mark.parametrize("with_counts", [True, False])
 def test_ids_and_pixels_are_those_of_apply_chat_template(family: str, with_counts: bool, tmp_path: Path):
@@ -257,6 +270,16 @@ def test_text_of_messages_is_never_a_control_token(spelled: str, tmp_path: Path)
     assert row.input_ids.count(tokenizer.convert_tokens_to_ids(spelled)) == 2 * (spelled == END), "of the template"
     text_of_row = tokenizer.decode(row.input_ids)
     assert text_of_row == tokenizer.apply_chat_template(messages, tokenize=False)
+
+
+@pytest.mark.parametrize("strips", ["rstrip", "lstrip"])
+def test_spaces_next_to_images_remain_if_the_end_token_strips_others(strips: str):
+    from tokenizers import AddedToken
+
+    tokenizer = make_tokenizer("smolvlm")
+    tokenizer.add_special_tokens({"eos_token": AddedToken("<eos>", special=True, **{strips: True})})
+    ids, _ = ChatTokens(tokenizer).encode_with_loss([PROMPT, tar_index.IMAGE, PROMPT, TEXT], [b"a ", b"", b" b", b"c"])
+    assert [tokenizer.decode(part) for part in ids[:3]] == ["<|im_start|>User: a ", "", " b"]
 
 
 def test_parts_of_tars_are_conversations(tmp_path: Path):
