@@ -62,8 +62,9 @@ class ChatTokens(TextTokens):
         self.begin, self.end = [], []
         self._where, self._source = where, tokenizer.chat_template
         if not isinstance(self._source, str):
+            problem = f"several chat templates, {', '.join(self._source)}" if self._source else "no chat template"
             raise DataError(
-                f"{where}: {tokenizer.name_or_path or 'the tokenizer'} has no chat template. Use a model with a "
+                f"{where}: {tokenizer.name_or_path or 'the tokenizer'} has {problem}. Use a model with a "
                 "chat_template.jinja, or write one into its folder."
             )
         if "strftime_now" in self._source:
@@ -112,7 +113,9 @@ class ChatTokens(TextTokens):
         text = self._render(messages)
         places, parts = [*_PLACE.finditer(text)], [part for part, kind in enumerate(kinds) if kind in ROLE_OF]
         if [int(place[1] or -1) for place in places] != [-1 if kinds[part] == IMAGE else part for part in parts]:
-            raise DataError(f"{self._where}: the chat template does not write each text and image once, in order.")
+            raise DataError(
+                f"{self._where}: the chat template does not write each text and image once. Use another one."
+            )
         numbers = [number for number, message in enumerate(messages) if number and message["role"] == "assistant"]
         answers = [self._answer(messages, number, text) for number in numbers]
         spans, offset = list[Span](), 0
@@ -169,7 +172,7 @@ class ChatTokens(TextTokens):
             )
         except Exception as error:  # noqa: BLE001  a template can raise anything
             roles, reason = " ".join(message["role"] for message in messages), " ".join(str(error).split())[:200]
-            raise DataError(f"{self._where}: the chat template rejects the messages {roles} ({reason}).") from None
+            raise DataError(f"{self._where}: the chat template rejects {roles} ({reason}). Use another one.") from None
         return texts[0]
 
     def check(self, has_system: bool = False) -> None:
@@ -234,7 +237,8 @@ def check_documents(where: str, shard_list: Manifest) -> None:
             roles = [role for role, _ in groupby(ROLE_OF[k] for k in kinds[first : first + count] if k in ROLE_OF)]
             turns = roles[roles[:1] == ["system"] :]
             if bad in _BAD:
-                problem = REASONS[bad]
+                first = index.facts.get("problem")
+                problem = f"{REASONS[bad]} (first of this tar: {first})" if first else REASONS[bad]
             elif bad == GOOD and (not turns or turns != ["user", "assistant"] * (len(turns) // 2)):
                 problem = f"its roles are {', '.join(roles) or 'none'}; expected user and assistant in turns"
             else:

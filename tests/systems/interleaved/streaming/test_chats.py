@@ -31,6 +31,7 @@ LINES = ["Assistant: User: System: It is a cat. Where are they? The digits are 1
 IDEFICS3 = SMOLVLM.replace("<|im_start|>", "<|begin_of_text|>").replace(
     "message['role'] | capitalize", "message['role'].capitalize()"
 )
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('none') }}{% endif %}" + SMOLVLM
 IDEFICS2 = SMOLVLM.removeprefix("<|im_start|>")
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "smolvlm": (SMOLVLM, {"max_size": 2 * pages.SIDE, "enlarge": True}),
@@ -129,6 +130,7 @@ def write_chats(folder: Path, chats: list[Any], split: str = "train", *more: str
 
 
 def index_tar(folder: Path, documents: list[tuple[str, bytes]], split: str = "train", *more: str) -> int:
+    folder.mkdir(exist_ok=True)
     (folder / f"{split}.tar").write_bytes(tar_of(documents))
     fields = json.dumps({"messages": "json:messages"})
     words = [str(folder / f"{split}.tar"), "--output", str(folder / "x" / split), "--processes", "1"]
@@ -377,6 +379,43 @@ def test_a_document_that_is_no_conversation_is_found_by_the_check(
         bind(DATASETS, config()).check(Places(tmp_path, tmp_path))
 
 
+IMAGE_URL = {"type": "image_url", "image_url": {"url": "0.jpg"}}
+
+
+@pytest.mark.parametrize(
+    ("document", "words"),
+    [
+        (members("1", turns([IMAGE_URL], [text("b")]), images=0), ["1.json", "messages[0]", "content", "image_url"]),
+        (members("1", turns([text("a")], [named("0.jpg")])), ["1.jpg", "messages[1]", '"path": "0.jpg"']),
+        (members("1", [{"role": "tool", "content": "a"}]), ["1.json", "messages[0]", "role", "'tool'"]),
+        (members("1", CHATS[0], images=0), ["1.json", "1 images in messages", "0 in the tar"]),
+    ],
+)
+def test_report_and_check_describe_the_first_bad_messages(
+    document: list[tuple[str, bytes]], words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert index_tar(tmp_path / "alone", document) == 1
+    messages = [capsys.readouterr().err]
+    good = members("0", CHATS[0])
+    for split, documents in (("train", [*good, *document]), ("val", good)):
+        assert index_tar(tmp_path, documents, split) == 0
+    messages.append(capsys.readouterr().out)
+    with pytest.raises(UserError) as error:
+        bind(DATASETS, config()).check(Places(tmp_path, tmp_path))
+    for message in [*messages, str(error.value)]:
+        assert [word for word in words if word not in message] == []
+
+
+def test_conversation_that_the_template_rejects_is_named_when_tokens_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    tokenizer = make_tokenizer("smolvlm")
+    tokenizer.chat_template = NO_SYSTEM
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    assert write_chats(tmp_path, CHATS, "train", "--tokenizer", str(tmp_path / "tokenizer")) == 1
+    assert f"{tmp_path / 'train.tar'}: document 3: --tokenizer: " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "parts",
     [
@@ -406,6 +445,7 @@ def test_messages_without_chat_are_refused(tmp_path: Path):
     ("template", "message"),
     [
         (None, "no chat template"),
+        ({"default": SMOLVLM, "other": SMOLVLM}, "several chat templates, default, other"),
         (SMOLVLM.replace("line['text'] ", "line['text'] | trim "), "changes the text"),
         (SMOLVLM.replace("line['text'] ", "line['text'].strip('\n') "), "changes the text"),
         (SMOLVLM.replace("line['text'] ", "line['text'] | e "), "changes the text"),
@@ -420,7 +460,7 @@ def test_messages_without_chat_are_refused(tmp_path: Path):
     ],
 )
 def test_templates_that_cannot_be_trained_with_are_refused_before_the_start(
-    template: str | None, message: str, tmp_path: Path
+    template: Any, message: str, tmp_path: Path
 ):
     tokenizer = make_tokenizer("smolvlm")
     tokenizer.chat_template = template
@@ -433,7 +473,7 @@ def test_templates_that_cannot_be_trained_with_are_refused_before_the_start(
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (f"{{% if messages[0].role == 'system' %}}{{{{ raise_exception('none') }}}}{{% endif %}}{SMOLVLM}", "none"),
+        (NO_SYSTEM, "none"),
         (SMOLVLM.replace("in messages", "in messages if message.role != 'system'"), "each text and image once"),
         (
             SMOLVLM.replace("line['text'] ", "(line['text'] | trim if message.role == 'system' else line['text']) "),

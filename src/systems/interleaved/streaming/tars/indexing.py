@@ -85,7 +85,7 @@ class _Builder:
         self.members = scan(tar)
         self.documents, self.parts = list[tuple[int, ...]](), list[tuple[int, ...]]()
         self.passed_over = dict[str, dict[str, list[int]]]()
-        self.read = [0, 0]
+        self.read, self.problem = [0, 0], ""
         self.field_counts = Counter[str]()
         self.roles = dict[str, tuple[tuple[int, int, int], int, str]]()
 
@@ -120,6 +120,7 @@ class _Builder:
             **({"cut": list(members.cut)} if members.cut else {}),
             **({"fields": self.fields.as_json(), "mapped": dict(self.field_counts)} if self.fields else {}),
             **({"verified": True} if self.verify else {}),
+            **({"problem": self.problem} if self.problem else {}),
         }
         return TarIndex(_records(DOCUMENT, self.documents), _records(PART, self.parts), facts)
 
@@ -145,10 +146,9 @@ class _Builder:
                     parts, lost_images = self._add_json(
                         self.fields, parts, endings, members.names[numbers[0]], unread, entries
                     )
-                except FieldError:
-                    bad = NO_FIELDS
-                except MessagesError as error:
-                    bad = OTHER_IMAGES if isinstance(error, ImagesError) else NO_CHAT
+                except (FieldError, MessagesError) as error:
+                    bad = {FieldError: NO_FIELDS, MessagesError: NO_CHAT, ImagesError: OTHER_IMAGES}[type(error)]
+                    self.problem = self.problem or f"{members.names[numbers[0]]!a}: {error}"
             self.field_counts.update(self.fields.entries[entry].text for entry in entries)
         parts.sort()
         if not bad:
@@ -248,7 +248,7 @@ class _Builder:
         if fields.has_messages:
             in_tar = {place for ending, place in places.items() if kind_and_position(ending)[0] == IMAGE}
             if None in images.values() or not in_tar <= set(images.values()):
-                raise ImagesError(f"{name}: {len(images)} images in messages, {len(in_tar)} in the tar")
+                raise ImagesError(f"{len(images)} images in messages, {len(in_tar)} in the tar")
         derived_parts, num_lost = list[_Part](), 0
         for i, item in enumerate(items):
             entry = fields.entries[item.entry]

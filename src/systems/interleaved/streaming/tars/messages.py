@@ -49,7 +49,7 @@ def parts_of(messages: Sequence[Any], where: str) -> list[tuple[str, Any]]:
                 images += not names
             else:
                 raise MessagesError(
-                    f"{place}: content: expected text, or images of the user, got {json.dumps(item):.60}."
+                    f'{place}: content: expected "type": "text", or "image" of the user, got {json.dumps(item):.60}.'
                 )
     if roles[-1:] != ["assistant"]:
         raise MessagesError(f"{where}: expected an answer at the end, got {', '.join(roles) or 'no message'}.")
