@@ -91,7 +91,7 @@ def require_documents(results: Sequence[Indexed]) -> None:
     counts = [f"{count} {suffix or 'members'} ({reason})" for count, _, reason, suffix in _unread(results)]
     unread = f"Not read: {', '.join(counts[:_MAX_LINES]) or 'nothing'}."
     mapped_counts = sum((Counter(one.facts.get("mapped")) for one in results), Counter[str]())
-    problem = next((one.facts["problem"] for one in results if "problem" in one.facts), None)
+    problem = next((one.facts["problems"][0] for one in results if "problems" in one.facts), None)
     for entries in results[0].facts.get("fields", {}).values():
         for entry in entries:
             if not mapped_counts[entry] and not (problem and bad.total() == documents):
@@ -112,7 +112,7 @@ def lines(results: Sequence[Indexed]) -> list[str]:
     report = [
         f"{one.tar}: {one.bad.total()} of {one.documents} documents are bad: "
         + ", ".join(f"{r}: {n:,}" for r, n in one.bad.items())
-        + (f". The first: {one.facts['problem']}" if "problem" in one.facts else "")
+        + "".join(f". The first: {problem}" for problem in one.facts.get("problems", ()))
         for one in results
         if one.bad
     ]

@@ -73,8 +73,8 @@ class ChatTokens(TextTokens):
         self._encoder, added_tokens = _Encoder(tokenizer), tokenizer.added_tokens_decoder
         separators = [str(t) for t in added_tokens.values() if t.special and not t.lstrip and not t.rstrip]
         self._separator = [str(tokenizer.eos_token), *separators][-1]
-        names = {str(t): i for i, t in added_tokens.items() if str(t) in self._source}
-        controls = sorted((name, i) for name, i in names.items() if name not in images.RESERVED)
+        source = self._source.replace(images.IMAGE, "")  # it is written as the separator, with any id
+        controls = sorted((str(t), i) for i, t in added_tokens.items() if str(t) in source)
         rules = json.dumps([self.digest, self._source, self._names, controls])
         self.digest = hashlib.sha256(rules.encode()).hexdigest()[:16]
         self._end = self._find_end()
@@ -100,10 +100,8 @@ class ChatTokens(TextTokens):
             part = first if role < 0 else role // 2
             ids[part].append(token)
             masks[part].append(role > 0 and role % 2 == 1)
-        for part, kind in enumerate(kinds):
-            if kind == IMAGE:  # the separator
-                ids[part].pop()
-                masks[part].pop()
+        for part in [part for part, kind in enumerate(kinds) if kind == IMAGE]:
+            del ids[part][-1], masks[part][-1]  # the separator
         return ids, masks
 
     def _spans(self, kinds: Sequence[int], texts: Sequence[str]) -> list[Span]:
@@ -113,9 +111,7 @@ class ChatTokens(TextTokens):
         text = self._render(messages)
         places, parts = [*_PLACE.finditer(text)], [part for part, kind in enumerate(kinds) if kind in ROLE_OF]
         if [int(place[1] or -1) for place in places] != [-1 if kinds[part] == IMAGE else part for part in parts]:
-            raise DataError(
-                f"{self._where}: the chat template does not write each text and image once. Use another one."
-            )
+            raise DataError(f"{self._where}: the chat template must write each text and image once. Use another one.")
         numbers = [number for number, message in enumerate(messages) if number and message["role"] == "assistant"]
         answers = [self._answer(messages, number, text) for number in numbers]
         spans, offset = list[Span](), 0
@@ -141,15 +137,10 @@ class ChatTokens(TextTokens):
         """The range in `text` of message `number`, an answer, to its end token."""
         prompt = self._render(messages[:number], answering=True)
         end = messages[number]["content"][-1]["text"] + self._end
-        if not text.startswith(prompt) or end not in text:
+        if not (self._end and text.startswith(prompt) and end in text):
             raise DataError(
-                f"{self._where}: the chat template does not start the answer with its generation prompt, or does not "
-                f"end it like others: {prompt[-40:]!r}, {self._end!r}. Use another template."
-            )
-        if not self._end:
-            raise DataError(
-                f"{self._where}: no control token of the chat template ends an answer, so the model would not learn to "
-                "stop. Use a template that writes one, and check that the tokenizer has it."
+                f"{self._where}: the chat template does not start the answer with its generation prompt, "
+                f"{prompt[-40:]!r}, or no control token ends it. Use one that does, and check the tokenizer's tokens."
             )
         return len(prompt), text.index(end) + len(end)
 
@@ -237,8 +228,7 @@ def check_documents(where: str, shard_list: Manifest) -> None:
             roles = [role for role, _ in groupby(ROLE_OF[k] for k in kinds[first : first + count] if k in ROLE_OF)]
             turns = roles[roles[:1] == ["system"] :]
             if bad in _BAD:
-                first = index.facts.get("problem")
-                problem = f"{REASONS[bad]} (first of this tar: {first})" if first else REASONS[bad]
+                problem = ". The first of this tar: ".join([REASONS[bad], *index.facts.get("problems", ())])
             elif bad == GOOD and (not turns or turns != ["user", "assistant"] * (len(turns) // 2)):
                 problem = f"its roles are {', '.join(roles) or 'none'}; expected user and assistant in turns"
             else:

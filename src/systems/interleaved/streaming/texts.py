@@ -92,11 +92,7 @@ def _plain_text_rules(tokenizer: "PreTrainedTokenizerFast") -> str:
 
 
 def count_tokens(index: TarIndex, tar: "memoryview | Any", texts: TextTokens, where: str = "documents") -> None:
-    """Add the token count of each text of a tar to its index. where: the tar, for error messages.
-
-    Raises:
-        DataError: the chat template cannot write a conversation.
-    """
+    """Add the token count of each text of a tar to its index. where: the tar, for a DataError on a conversation."""
     import numpy as np
 
     counts: np.ndarray = np.zeros(len(index.parts), dtype=np.uint32)

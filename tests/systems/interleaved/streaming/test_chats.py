@@ -1,5 +1,6 @@
 """Conversations: the ids of the processors' chat templates, loss on answers only, and refused conversations."""
 
+import base64
 import io
 import json
 import re
@@ -46,7 +47,7 @@ def text(content: str) -> dict[str, Any]:
     return {"type": "text", "text": content}
 
 
-def named(name: Any) -> dict[str, Any]:
+def image_at(name: Any) -> dict[str, Any]:
     return {**IMAGE, "path": name}
 
 
@@ -172,8 +173,8 @@ def encode(processor: Any, messages: list[dict[str, Any]], **more: Any) -> Any:
 def test_counts_are_used_after_a_model_added_its_image_tokens(tmp_path: Path):
     folder = tmp_path / "tokenizer"
     digit_pages._tokenizer(folder, True)
-    spelled = turns([text("What is <fake_token_around_image>?"), IMAGE], [text("It is <global-img>.")])
-    assert write_chats(tmp_path, [*CHATS, spelled], "train", "--tokenizer", str(folder)) == 0
+    spelling = turns([text("What is <fake_token_around_image>?"), IMAGE], [text("It is <global-img>.")])
+    assert write_chats(tmp_path, [*CHATS, spelling], "train", "--tokenizer", str(folder)) == 0
     tokenizer = tokenizers.load(folder, ImagesConfig(**config()["images"]).special_tokens())
     data = open_data(tmp_path, tokenizer)
     assert data.documents[0]._plan(0).tokens
@@ -224,6 +225,18 @@ def test_end_of_an_answer_is_the_last_control_token_before_the_next_message(temp
     assert tokens.answer_ends == [tokenizer.convert_tokens_to_ids(END)]
 
 
+def test_image_in_base64_is_that_of_a_member(tmp_path: Path):
+    content = base64.b64encode(pages.picture(0)).decode()
+    base64_turns = turns(
+        [{**IMAGE, "url": f"data:image/png;base64,{content}"}, *CHATS[0][0]["content"][1:]], [text("a")]
+    )
+    documents = [*members("0", turns(CHATS[0][0]["content"], [text("a")])), *members("1", base64_turns, images=0)]
+    assert index_tar(tmp_path, documents) == 0
+    rows = [open_data(tmp_path, make_tokenizer("smolvlm")).sample(0, number) for number in range(2)]
+    assert rows[0].input_ids == rows[1].input_ids
+    np.testing.assert_array_equal(rows[0].frames, rows[1].frames)
+
+
 @FAMILY
 def test_only_answers_and_their_end_tokens_are_learned(family: str, tmp_path: Path):
     """Compared with the lengths of prompts that the processor makes."""
@@ -261,15 +274,15 @@ def test_text_of_the_user_changes_no_label(tmp_path: Path):
     assert batch["loss_mask"].sum(1).tolist() == [len(labels[0])] * 2
 
 
-@pytest.mark.parametrize("spelled", [END, "<fake_token_around_image>", "<global-img>"])
-def test_text_of_messages_is_never_a_control_token(spelled: str, tmp_path: Path):
+@pytest.mark.parametrize("spelling", [END, "<fake_token_around_image>", "<global-img>"])
+def test_text_of_messages_is_never_a_control_token(spelling: str, tmp_path: Path):
     tokenizer = make_tokenizer("smolvlm")
-    messages = turns([text(f"a {spelled}\nAssistant: b")], [text(f"c <|im_start|> {spelled} d")])
+    messages = turns([text(f"a {spelling}\nAssistant: b")], [text(f"c <|im_start|> {spelling} d")])
     for split in ("train", "val"):
         assert write_chats(tmp_path, [messages], split) == 0
     bind(DATASETS, config()).check(Places(tmp_path, tmp_path))
     row = open_data(tmp_path, tokenizer).sample(0, 0)
-    assert row.input_ids.count(tokenizer.convert_tokens_to_ids(spelled)) == 2 * (spelled == END), "of the template"
+    assert row.input_ids.count(tokenizer.convert_tokens_to_ids(spelling)) == 2 * (spelling == END), "of the template"
     text_of_row = tokenizer.decode(row.input_ids)
     assert text_of_row == tokenizer.apply_chat_template(messages, tokenize=False)
 
@@ -358,13 +371,13 @@ OTHER_IMAGES = "its messages have other images than the tar"
         (members("1", CHATS[0], images=2), OTHER_IMAGES),
         (members("1", CHATS[1], images=2), OTHER_IMAGES),
         (members("1", CHATS[0], images=0), OTHER_IMAGES),
-        (members("1", turns([named("gone.jpg")], [text("b")]), images=0), OTHER_IMAGES),
-        (members("1", turns([named("0.jpg")], [text("b")]), images=2), OTHER_IMAGES),
-        (members("1", turns([named("1.jpeg"), named("0.jpeg")], [text("b")]), images=2), OTHER_IMAGES),
-        (members("1", turns([named("gone.jpg"), IMAGE], [text("b")]), images=2), OTHER_IMAGES),
-        (members("1", turns([named(1), IMAGE, IMAGE], [text("b")]), images=2), BAD),
-        (members("1", turns([named(0)], [text("b")]), images=1), BAD),
-        (members("1", turns([named(True)], [text("b")]), images=1), BAD),
+        (members("1", turns([image_at("gone.jpg")], [text("b")]), images=0), OTHER_IMAGES),
+        (members("1", turns([image_at("0.jpg")], [text("b")]), images=2), OTHER_IMAGES),
+        (members("1", turns([image_at("1.jpeg"), image_at("0.jpeg")], [text("b")]), images=2), OTHER_IMAGES),
+        (members("1", turns([image_at("gone.jpg"), IMAGE], [text("b")]), images=2), OTHER_IMAGES),
+        (members("1", turns([image_at(1), IMAGE, IMAGE], [text("b")]), images=2), BAD),
+        (members("1", turns([image_at(0)], [text("b")]), images=1), BAD),
+        (members("1", turns([image_at(True)], [text("b")]), images=1), BAD),
         ([("1.json", b"{")], "its JSON does not have the mapped fields"),
     ],
 )
@@ -386,9 +399,10 @@ IMAGE_URL = {"type": "image_url", "image_url": {"url": "0.jpg"}}
     ("document", "words"),
     [
         (members("1", turns([IMAGE_URL], [text("b")]), images=0), ["1.json", "messages[0]", "content", "image_url"]),
-        (members("1", turns([text("a")], [named("0.jpg")])), ["1.jpg", "messages[1]", '"path": "0.jpg"']),
+        (members("1", turns([text("a")], [image_at("0.jpg")])), ["1.jpg", "messages[1]", '"path": "0.jpg"']),
         (members("1", [{"role": "tool", "content": "a"}]), ["1.json", "messages[0]", "role", "'tool'"]),
         (members("1", CHATS[0], images=0), ["1.json", "1 images in messages", "0 in the tar"]),
+        (members("1", turns([image_at("gone.jpg")], [text("b")])), ["1.jpg", "'gone.jpg'"]),
     ],
 )
 def test_report_and_check_describe_the_first_bad_messages(
