@@ -288,7 +288,7 @@ def test_text_of_messages_is_never_a_control_token(spelling: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("strips", ["rstrip", "lstrip"])
-def test_spaces_next_to_images_remain_if_the_end_token_strips_others(strips: str):
+def test_spaces_next_to_images_remain_if_the_end_token_strips_spaces(strips: str):
     from tokenizers import AddedToken
 
     tokenizer = make_tokenizer("smolvlm")
