@@ -75,11 +75,11 @@ class Making(NamedTuple):
             or facts["max_pixels"] != self.max_pixels
         )
 
-    def build(self, content: memoryview) -> tar_index.TarIndex:
-        """Build the index of a tar."""
+    def build(self, content: memoryview, tar: str) -> tar_index.TarIndex:
+        """Build the index of a tar. tar: its name, for error messages."""
         index = build(content, self.fields, self.max_pixels, self.verify)
         if self.texts:
-            count_tokens(index, content, self.texts)
+            count_tokens(index, content, self.texts, tar)
         return index
 
 
@@ -218,7 +218,7 @@ def index_tar(tar: Path, how: Making) -> Indexed:
     if index is None or how.lacks(index):
         before = index
         with tar_index.open_tar(tar) as content:
-            index = how.build(content)
+            index = how.build(content, str(tar))
         if (
             before is not None
             and is_verified
@@ -301,7 +301,7 @@ def _index_listed(one: ShardSource, output: Path, how: Making) -> Indexed:
     is_current = is_current and not (is_file and _is_newer(Path(one.url), _place(output, one)))
     if index is None or not is_current or how.lacks(index):
         with tar_index.open_tar(Path(one.url)) if is_file else _fetch(source, output) as content:
-            index = how.build(content)
+            index = how.build(content, one.url)
             sha256 = None if is_file else hashlib.sha256(content).hexdigest()
         index.facts |= {"url": one.url, "etag": source.etag, "sha256": sha256}
         tar_index.save(index, _place(output, one))

@@ -91,18 +91,19 @@ def require_documents(results: Sequence[Indexed]) -> None:
     counts = [f"{count} {suffix or 'members'} ({reason})" for count, _, reason, suffix in _unread(results)]
     unread = f"Not read: {', '.join(counts[:_MAX_LINES]) or 'nothing'}."
     mapped_counts = sum((Counter(one.facts.get("mapped")) for one in results), Counter[str]())
+    problem = next((one.facts["problems"][0] for one in results if "problems" in one.facts), None)
     for entries in results[0].facts.get("fields", {}).values():
         for entry in entries:
-            if not mapped_counts[entry]:
+            if not mapped_counts[entry] and not (problem and bad.total() == documents):
                 raise DataError(
                     f"{where}: --fields: none of {documents} documents has {entry!r}. {unread} Name one of these."
                 )
     if bad.total() == documents:
         reasons = "; ".join(f"{reason}: {count}" for reason, count in bad.items()) or "the tars are empty"
-        example = '\'{"text": "json:caption"}\''
+        advice = 'Name their text with --fields, such as \'{"text": "json:caption"}\'.'
         raise DataError(
             f"{where}: none of {documents} documents can be read ({reasons}). "
-            f"{unread} Name their text with --fields, such as {example}."
+            f"{unread} {f'The first: {problem}' if problem else advice}"
         )
 
 
@@ -111,6 +112,7 @@ def lines(results: Sequence[Indexed]) -> list[str]:
     report = [
         f"{one.tar}: {one.bad.total()} of {one.documents} documents are bad: "
         + ", ".join(f"{r}: {n:,}" for r, n in one.bad.items())
+        + "".join(f". The first: {problem}" for problem in one.facts.get("problems", ()))
         for one in results
         if one.bad
     ]

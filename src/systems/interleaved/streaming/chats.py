@@ -7,15 +7,16 @@ except that text of messages never becomes a control token.
 import hashlib
 import json
 import re
-from collections.abc import Sequence
-from itertools import groupby, pairwise
+from collections.abc import Iterator, Sequence
+from itertools import groupby, pairwise, takewhile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from src.data.text.spans import Span, SpanEncoder
 from src.errors import DataError
-from src.systems.interleaved.streaming import images, tar_index
-from src.systems.interleaved.streaming.manifest import Manifest
-from src.systems.interleaved.streaming.tar_index import GOOD, IMAGE, PROMPT, REASONS, SYSTEM, TEXT
+from src.systems.interleaved.streaming import images, manifest, tar_index
+from src.systems.interleaved.streaming.manifest import Manifest, Shard
+from src.systems.interleaved.streaming.tar_index import GOOD, IMAGE, PROMPT, REASONS, SYSTEM, TEXT, TarIndex
 from src.systems.interleaved.streaming.texts import TextTokens
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ _BAD = (tar_index.NO_TEXT, tar_index.NO_FIELDS, tar_index.NO_CHAT, tar_index.OTH
 _MARK = "\x02"
 """Delimiter of a part's number, which replaces its text while the template is rendered."""
 _PLACE = re.compile(f"{_MARK}([0-9]+){_MARK}|{re.escape(images.IMAGE)}")
-_PROBE = ((IMAGE, ""), (PROMPT, " one "), (TEXT, " two "), (PROMPT, "three"), (IMAGE, ""), (TEXT, "four"))
+_TEXT = "\n One <&'\t> </think> \n"
+_PROBE = ((IMAGE, ""), (PROMPT, _TEXT), (TEXT, _TEXT), (PROMPT, _TEXT), (IMAGE, ""), (TEXT, _TEXT))
 
 
 class _Encoder(SpanEncoder):
@@ -36,9 +38,9 @@ class _Encoder(SpanEncoder):
     def is_answer(self, role: int) -> bool:
         return role % 2 == 1
 
-    def find_control(self, text: str, begin: int, end: int) -> re.Match[str] | None:
-        """The first control token in a range of a text."""
-        return self._controls.search(text, begin, end)
+    def until_control(self, text: str) -> str:
+        """A text up to its last control token; "" if it has none."""
+        return text[: max((match.end() for match in self._controls.finditer(text)), default=0)]
 
 
 class ChatTokens(TextTokens):
@@ -60,18 +62,23 @@ class ChatTokens(TextTokens):
         self.begin, self.end = [], []
         self._where, self._source = where, tokenizer.chat_template
         if not isinstance(self._source, str):
+            problem = f"several chat templates, {', '.join(self._source)}" if self._source else "no chat template"
             raise DataError(
-                f"{where}: {tokenizer.name_or_path or 'the tokenizer'} has no chat template. Use a model with a "
+                f"{where}: {tokenizer.name_or_path or 'the tokenizer'} has {problem}. Use a model with a "
                 "chat_template.jinja, or write one into its folder."
             )
         if "strftime_now" in self._source:
             raise DataError(f"{where}: the chat template writes today's date, so a resumed training would differ.")
         self._names = {name: text for name, text in tokenizer.special_tokens_map.items() if isinstance(text, str)}
-        self._encoder, self._separator = _Encoder(tokenizer), str(tokenizer.eos_token)
-        controls = sorted((str(t), i) for i, t in tokenizer.added_tokens_decoder.items() if str(t) in self._source)
+        self._encoder, added_tokens = _Encoder(tokenizer), tokenizer.added_tokens_decoder
+        separators = [str(t) for t in added_tokens.values() if t.special and not t.lstrip and not t.rstrip]
+        self._separator = [str(tokenizer.eos_token), *separators][-1]
+        source = self._source.replace(images.IMAGE, "")  # it is written as the separator, with any id
+        controls = sorted((str(t), i) for i, t in added_tokens.items() if str(t) in source)
         rules = json.dumps([self.digest, self._source, self._names, controls])
         self.digest = hashlib.sha256(rules.encode()).hexdigest()[:16]
-        self._check()
+        self._end = self._find_end()
+        self.check()
 
     def encode(self, kinds: Sequence[int], contents: Sequence[bytes | None]) -> list[list[int]]:
         return self.encode_with_loss(kinds, contents)[0]
@@ -85,18 +92,16 @@ class ChatTokens(TextTokens):
             DataError: the template cannot write the conversation.
             UnicodeDecodeError: a text is not UTF-8.
         """
-        texts = [b"" if kind == IMAGE else content or b"" for kind, content in zip(kinds, contents, strict=True)]
-        texts = ["" if any(token in text for token in images.RESERVED) else text for text in map(bytes.decode, texts)]
+        pairs = zip(kinds, contents, strict=True)
+        texts = ["" if kind == IMAGE else (content or b"").decode() for kind, content in pairs]
         ids, masks = [list[int]() for _ in kinds], [list[bool]() for _ in kinds]
         first = next((part for part, kind in enumerate(kinds) if kind in ROLE_OF), 0)
         for token, role in zip(*self._encoder.encode_roles(self._spans(kinds, texts)), strict=True):
             part = first if role < 0 else role // 2
             ids[part].append(token)
             masks[part].append(role > 0 and role % 2 == 1)
-        for part, kind in enumerate(kinds):
-            if kind == IMAGE:  # the separator
-                ids[part].pop()
-                masks[part].pop()
+        for part in [part for part, kind in enumerate(kinds) if kind == IMAGE]:
+            del ids[part][-1], masks[part][-1]  # the separator
         return ids, masks
 
     def _spans(self, kinds: Sequence[int], texts: Sequence[str]) -> list[Span]:
@@ -106,9 +111,9 @@ class ChatTokens(TextTokens):
         text = self._render(messages)
         places, parts = [*_PLACE.finditer(text)], [part for part, kind in enumerate(kinds) if kind in ROLE_OF]
         if [int(place[1] or -1) for place in places] != [-1 if kinds[part] == IMAGE else part for part in parts]:
-            raise DataError(f"{self._where}: the chat template does not write each text and image once, in order.")
-        answers = [self._answer(messages, number, text) for number in range(1, len(messages))]
-        answers = [answer for answer in answers if answer]
+            raise DataError(f"{self._where}: the chat template must write each text and image once. Use another one.")
+        numbers = [number for number, message in enumerate(messages) if number and message["role"] == "assistant"]
+        answers = [self._answer(messages, number, text) for number in numbers]
         spans, offset = list[Span](), 0
         for part, place in zip(parts, places, strict=True):
             spans += _template_spans(text, offset, place.start(), part, answers)
@@ -128,26 +133,23 @@ class ChatTokens(TextTokens):
             result.append(span)
         return result
 
-    def _answer(self, messages: Sequence[Any], number: int, text: str) -> tuple[int, int] | None:
-        """The range in `text` of message `number`, to its end token; None if it is not the assistant's."""
-        if messages[number]["role"] != "assistant":
-            return None
+    def _answer(self, messages: Sequence[Any], number: int, text: str) -> tuple[int, int]:
+        """The range in `text` of message `number`, an answer, to its end token."""
         prompt = self._render(messages[:number], answering=True)
-        if not text.startswith(prompt):
+        end = messages[number]["content"][-1]["text"] + self._end
+        if not (self._end and text.startswith(prompt) and end in text):
             raise DataError(
-                f"{self._where}: the generation prompt of the chat template does not start the answer: "
-                f"{prompt[-40:]!r}."
+                f"{self._where}: the chat template does not start the answer with its generation prompt, "
+                f"{prompt[-40:]!r}, or no control token ends it. Use one that does, and check the tokenizer's tokens."
             )
-        last = messages[number]["content"][-1]["text"]
-        begin = text.index(last) + len(last)
-        following = _PLACE.search(text, begin)
-        end = self._encoder.find_control(text, begin, following.start() if following else len(text))
-        if end is None:
-            raise DataError(
-                f"{self._where}: no control token of the chat template ends an answer, so the model would not learn to "
-                "stop. Use a template that writes one, and check that the tokenizer has it."
-            )
-        return len(prompt), end.end()
+        return len(prompt), text.index(end) + len(end)
+
+    def _find_end(self) -> str:
+        """Text of the template after an answer, up to the last control token before the next message."""
+        messages = _messages([kind for kind, _ in _PROBE], [_MARK + str(part) for part in range(len(_PROBE))])
+        texts = [self._render(messages[:count]).partition(_MARK + "2")[2] for count in (2, 3)]
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(*texts, strict=False))
+        return self._encoder.until_control("".join(character for character, _ in same))
 
     def _render(self, messages: Sequence[Any], answering: bool = False) -> str:
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -161,12 +163,12 @@ class ChatTokens(TextTokens):
             )
         except Exception as error:  # noqa: BLE001  a template can raise anything
             roles, reason = " ".join(message["role"] for message in messages), " ".join(str(error).split())[:200]
-            raise DataError(f"{self._where}: the chat template rejects the messages {roles} ({reason}).") from None
+            raise DataError(f"{self._where}: the chat template rejects {roles} ({reason}). Use another one.") from None
         return texts[0]
 
-    def _check(self) -> None:
-        """Raises DataError if the template cannot be trained with."""
-        kinds, texts = [kind for kind, _ in _PROBE], [text for _, text in _PROBE]
+    def check(self, has_system: bool = False) -> None:
+        """Raises DataError if the template cannot be trained with. has_system: whether documents have SYSTEM parts."""
+        kinds, texts = zip(*[(SYSTEM, _TEXT)] * has_system, *_PROBE, strict=True)
         self._spans(kinds, texts)
         text = self._render(_messages(kinds, [f"{_MARK}{part}{_MARK}" for part in range(len(kinds))]))
         expected = _PLACE.sub(lambda place: texts[int(place[1])] if place[1] else place.group(), text)
@@ -205,16 +207,28 @@ def make_tokens(tokenizer: "PreTrainedTokenizerFast", style: str, is_chat: bool,
     return ChatTokens(tokenizer, style, where) if is_chat else TextTokens(tokenizer, style)
 
 
+def check_system(texts: TextTokens, folders: Sequence[Path]) -> None:
+    """Raises DataError if documents of these folders have system messages that the chat template cannot write."""
+    lists = [manifest.load(folder) for folder in folders if (folder / manifest.NAME).is_file()]
+    has_system = any(SYSTEM in index.parts["kind"] for each in lists for _, index in _indexes(each))
+    if isinstance(texts, ChatTokens) and has_system:
+        texts.check(has_system)
+
+
+def _indexes(shard_list: Manifest) -> Iterator[tuple[Shard, TarIndex]]:
+    for shard in shard_list.shards:
+        yield shard, tar_index.load_file(shard_list.folder / shard.index, shard.bytes, shard.url, shard.index_digest)
+
+
 def check_documents(where: str, shard_list: Manifest) -> None:
     """Raises DataError, which starts with `where`, for a document that is not a conversation."""
-    for shard in shard_list.shards:
-        index = tar_index.load_file(shard_list.folder / shard.index, shard.bytes, shard.url, shard.index_digest)
+    for shard, index in _indexes(shard_list):
         kinds, records = index.parts["kind"].tolist(), index.documents[["first_part", "parts", "bad"]].tolist()
         for number, (first, count, bad) in enumerate(records):
             roles = [role for role, _ in groupby(ROLE_OF[k] for k in kinds[first : first + count] if k in ROLE_OF)]
             turns = roles[roles[:1] == ["system"] :]
             if bad in _BAD:
-                problem = REASONS[bad]
+                problem = ". The first of this tar: ".join([REASONS[bad], *index.facts.get("problems", ())])
             elif bad == GOOD and (not turns or turns != ["user", "assistant"] * (len(turns) // 2)):
                 problem = f"its roles are {', '.join(roles) or 'none'}; expected user and assistant in turns"
             else:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 FAKE, IMAGE, GLOBAL = "<fake_token_around_image>", "<image>", "<global-img>"
 RESERVED = (FAKE, IMAGE, GLOBAL)
-"""Texts with one of these tokens are dropped."""
+"""Texts with one of these tokens are dropped, except in conversations."""
 MEAN = STD = 0.5
 """Frames are (x / 255 - MEAN) / STD.
 No 8-bit value is mapped to 0, as transformers treats a frame of zeros as padding."""

@@ -79,7 +79,7 @@ class TarIndex:
     - "bytes"; "members": their number; "cut": [reason, end of the intact part, advice] if the tar is cut
     - "read": [members, bytes] of good documents; "passed_over": {reason: {suffix: [members, bytes]}} of all other
       members (a suffix with a colon counts values of JSON members)
-    - "fields": the mapping; "mapped": number of documents with each of its entries
+    - "fields": the mapping; "mapped": number of documents with each of its entries; "problems": [first error in JSON]
     - "max_pixels": the limit per image; "verified": true if all images were decoded; "tokenizer": digest of the
       tokenizer of `tokens`
     """

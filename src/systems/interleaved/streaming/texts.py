@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from src.data.text.tokenizers import SafeTokenizer
+from src.errors import DataError
 from src.systems.interleaved.streaming.tar_index import IMAGE, TEXT, TEXTS, TarIndex
 from src.systems.interleaved.streaming.tars.indexing import unread_text
 
@@ -90,8 +91,8 @@ def _plain_text_rules(tokenizer: "PreTrainedTokenizerFast") -> str:
     )
 
 
-def count_tokens(index: TarIndex, tar: "memoryview | Any", texts: TextTokens) -> None:
-    """Add the token count of each text of a tar to its index."""
+def count_tokens(index: TarIndex, tar: "memoryview | Any", texts: TextTokens, where: str = "documents") -> None:
+    """Add the token count of each text of a tar to its index. where: the tar, for a DataError on a conversation."""
     import numpy as np
 
     counts: np.ndarray = np.zeros(len(index.parts), dtype=np.uint32)
@@ -101,6 +102,9 @@ def count_tokens(index: TarIndex, tar: "memoryview | Any", texts: TextTokens) ->
         first = int(index.documents["first_part"][number])
         parts = index.parts_of(number)
         contents = index.contents(parts, lambda offset, size: bytes(tar[offset : offset + size]), TEXTS)
-        encoded = texts.encode(parts["kind"].tolist(), contents)
+        try:
+            encoded = texts.encode(parts["kind"].tolist(), contents)
+        except DataError as error:
+            raise DataError(f"{where}: document {number}: {error}") from None
         counts[first : first + len(parts)] = [len(ids) for ids in encoded]
     index.tokens, index.facts["tokenizer"] = counts, texts.digest

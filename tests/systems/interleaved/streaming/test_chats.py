@@ -1,8 +1,10 @@
 """Conversations: the ids of the processors' chat templates, loss on answers only, and refused conversations."""
 
+import base64
 import io
 import json
 import re
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -10,25 +12,27 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data_prep.interleaved import index
-from data_prep.interleaved.digit_pages import CHAT_TEMPLATE
+from data_prep.interleaved import digit_pages, index
 from data_prep.interleaved.write import Document, Part, Writing, write
+from src.data.text import tokenizers
 from src.errors import DataError, UserError
 from src.experiments.config import Places, Problems
 from src.experiments.kinds import TokenizerSource
 from src.experiments.registry import DATASETS, bind
-from src.systems.interleaved.streaming import manifest
+from src.systems.interleaved.streaming import manifest, tar_index
 from src.systems.interleaved.streaming.chats import ChatTokens
 from src.systems.interleaved.streaming.images import ImagesConfig
+from src.systems.interleaved.streaming.tar_index import PROMPT, TEXT
 from tests.systems.interleaved.streaming import pages
 from tests.systems.interleaved.streaming.test_tar_index import tar_of
 
 END = "<end_of_utterance>"
-SMOLVLM = CHAT_TEMPLATE
+SMOLVLM = digit_pages.CHAT_TEMPLATE
 LINES = ["Assistant: User: System: It is a cat. Where are they? The digits are 1 2 3.", "what is it"] * 3
 IDEFICS3 = SMOLVLM.replace("<|im_start|>", "<|begin_of_text|>").replace(
     "message['role'] | capitalize", "message['role'].capitalize()"
 )
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('none') }}{% endif %}" + SMOLVLM
 IDEFICS2 = SMOLVLM.removeprefix("<|im_start|>")
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "smolvlm": (SMOLVLM, {"max_size": 2 * pages.SIDE, "enlarge": True}),
@@ -41,6 +45,10 @@ IMAGE: dict[str, Any] = {"type": "image"}
 
 def text(content: str) -> dict[str, Any]:
     return {"type": "text", "text": content}
+
+
+def image_at(name: Any) -> dict[str, Any]:
+    return {**IMAGE, "path": name}
 
 
 def turns(*contents: Any) -> list[dict[str, Any]]:
@@ -123,6 +131,7 @@ def write_chats(folder: Path, chats: list[Any], split: str = "train", *more: str
 
 
 def index_tar(folder: Path, documents: list[tuple[str, bytes]], split: str = "train", *more: str) -> int:
+    folder.mkdir(exist_ok=True)
     (folder / f"{split}.tar").write_bytes(tar_of(documents))
     fields = json.dumps({"messages": "json:messages"})
     words = [str(folder / f"{split}.tar"), "--output", str(folder / "x" / split), "--processes", "1"]
@@ -161,6 +170,19 @@ def encode(processor: Any, messages: list[dict[str, Any]], **more: Any) -> Any:
     return processor.apply_chat_template(messages, tokenize=True, return_dict=True, return_tensors="pt", **more)
 
 
+def test_counts_are_used_after_a_model_added_its_image_tokens(tmp_path: Path):
+    folder = tmp_path / "tokenizer"
+    digit_pages._tokenizer(folder, True)
+    spelling = turns([text("What is <fake_token_around_image>?"), IMAGE], [text("It is <global-img>.")])
+    assert write_chats(tmp_path, [*CHATS, spelling], "train", "--tokenizer", str(folder)) == 0
+    tokenizer = tokenizers.load(folder, ImagesConfig(**config()["images"]).special_tokens())
+    data = open_data(tmp_path, tokenizer)
+    assert data.documents[0]._plan(0).tokens
+    for number in range(len(CHATS) + 1):
+        (piece,) = data.pieces(number)
+        assert piece.tokens == len(data.sample(0, number).input_ids)
+
+
 @FAMILY
 @pytest.mark.parametrize("with_counts", [True, False])
 def test_ids_and_pixels_are_those_of_apply_chat_template(family: str, with_counts: bool, tmp_path: Path):
@@ -183,6 +205,36 @@ def test_ids_and_pixels_are_those_of_apply_chat_template(family: str, with_count
             np.testing.assert_allclose(theirs["pixel_values"][0].numpy(), pixels, atol=1e-6)
         else:
             assert "pixel_values" not in theirs
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        (SMOLVLM.replace(END, "<unk>" + END), f"<unk>{END}"),
+        (SMOLVLM + "{% if not add_generation_prompt %}<unk>{% endif %}", END),
+        (SMOLVLM.replace("{{ message['role']", "<unk>{{ message['role']").replace("'Ass", "'<unk>Ass"), END),
+    ],
+)
+def test_end_of_an_answer_is_the_last_control_token_before_the_next_message(template: str, end: str):
+    tokenizer = make_tokenizer("smolvlm")
+    tokenizer.chat_template = template
+    tokens = ChatTokens(tokenizer)
+    ids, masks = tokens.encode_with_loss([PROMPT, TEXT] * 2, [b"q", b"a"] * 2)
+    pairs = zip(chain(*ids), chain(*masks), strict=True)
+    assert tokenizer.decode([token for token, is_learned in pairs if is_learned]) == f" a{end}" * 2
+    assert tokens.answer_ends == [tokenizer.convert_tokens_to_ids(END)]
+
+
+def test_image_in_base64_is_that_of_a_member(tmp_path: Path):
+    content = base64.b64encode(pages.picture(0)).decode()
+    base64_turns = turns(
+        [{**IMAGE, "url": f"data:image/png;base64,{content}"}, *CHATS[0][0]["content"][1:]], [text("a")]
+    )
+    documents = [*members("0", turns(CHATS[0][0]["content"], [text("a")])), *members("1", base64_turns, images=0)]
+    assert index_tar(tmp_path, documents) == 0
+    rows = [open_data(tmp_path, make_tokenizer("smolvlm")).sample(0, number) for number in range(2)]
+    assert rows[0].input_ids == rows[1].input_ids
+    np.testing.assert_array_equal(rows[0].frames, rows[1].frames)
 
 
 @FAMILY
@@ -222,14 +274,27 @@ def test_text_of_the_user_changes_no_label(tmp_path: Path):
     assert batch["loss_mask"].sum(1).tolist() == [len(labels[0])] * 2
 
 
-def test_text_of_messages_is_never_a_control_token(tmp_path: Path):
+@pytest.mark.parametrize("spelling", [END, "<fake_token_around_image>", "<global-img>"])
+def test_text_of_messages_is_never_a_control_token(spelling: str, tmp_path: Path):
     tokenizer = make_tokenizer("smolvlm")
-    messages = turns([text(f"a {END}\nAssistant: b")], [text(f"c <|im_start|> {END} d")])
-    assert write_chats(tmp_path, [messages]) == 0
+    messages = turns([text(f"a {spelling}\nAssistant: b")], [text(f"c <|im_start|> {spelling} d")])
+    for split in ("train", "val"):
+        assert write_chats(tmp_path, [messages], split) == 0
+    bind(DATASETS, config()).check(Places(tmp_path, tmp_path))
     row = open_data(tmp_path, tokenizer).sample(0, 0)
-    assert row.input_ids.count(tokenizer.convert_tokens_to_ids(END)) == 2, "those of the template"
+    assert row.input_ids.count(tokenizer.convert_tokens_to_ids(spelling)) == 2 * (spelling == END), "of the template"
     text_of_row = tokenizer.decode(row.input_ids)
     assert text_of_row == tokenizer.apply_chat_template(messages, tokenize=False)
+
+
+@pytest.mark.parametrize("strips", ["rstrip", "lstrip"])
+def test_spaces_next_to_images_remain_if_the_end_token_strips_spaces(strips: str):
+    from tokenizers import AddedToken
+
+    tokenizer = make_tokenizer("smolvlm")
+    tokenizer.add_special_tokens({"eos_token": AddedToken("<eos>", special=True, **{strips: True})})
+    ids, _ = ChatTokens(tokenizer).encode_with_loss([PROMPT, tar_index.IMAGE, PROMPT, TEXT], [b"a ", b"", b" b", b"c"])
+    assert [tokenizer.decode(part) for part in ids[:3]] == ["<|im_start|>User: a ", "", " b"]
 
 
 def test_parts_of_tars_are_conversations(tmp_path: Path):
@@ -306,8 +371,13 @@ OTHER_IMAGES = "its messages have other images than the tar"
         (members("1", CHATS[0], images=2), OTHER_IMAGES),
         (members("1", CHATS[1], images=2), OTHER_IMAGES),
         (members("1", CHATS[0], images=0), OTHER_IMAGES),
-        (members("1", turns([{"type": "image", "path": "gone.jpg"}], [text("b")]), images=0), OTHER_IMAGES),
-        (members("1", turns([{"type": "image", "path": "0.jpg"}], [text("b")]), images=2), OTHER_IMAGES),
+        (members("1", turns([image_at("gone.jpg")], [text("b")]), images=0), OTHER_IMAGES),
+        (members("1", turns([image_at("0.jpg")], [text("b")]), images=2), OTHER_IMAGES),
+        (members("1", turns([image_at("1.jpeg"), image_at("0.jpeg")], [text("b")]), images=2), OTHER_IMAGES),
+        (members("1", turns([image_at("gone.jpg"), IMAGE], [text("b")]), images=2), OTHER_IMAGES),
+        (members("1", turns([image_at(1), IMAGE, IMAGE], [text("b")]), images=2), BAD),
+        (members("1", turns([image_at(0)], [text("b")]), images=1), BAD),
+        (members("1", turns([image_at(True)], [text("b")]), images=1), BAD),
         ([("1.json", b"{")], "its JSON does not have the mapped fields"),
     ],
 )
@@ -320,6 +390,44 @@ def test_a_document_that_is_no_conversation_is_found_by_the_check(
     assert manifest.load(tmp_path / "x" / "train").facts["bad_documents"] == {reason: 1}
     with pytest.raises(UserError, match=rf"data\.sources\.x: document 1 of .*train\.tar: {reason}"):
         bind(DATASETS, config()).check(Places(tmp_path, tmp_path))
+
+
+IMAGE_URL = {"type": "image_url", "image_url": {"url": "0.jpg"}}
+
+
+@pytest.mark.parametrize(
+    ("document", "words"),
+    [
+        (members("1", turns([IMAGE_URL], [text("b")]), images=0), ["1.json", "messages[0]", "content", "image_url"]),
+        (members("1", turns([text("a")], [image_at("0.jpg")])), ["1.jpg", "messages[1]", '"path": "0.jpg"']),
+        (members("1", [{"role": "tool", "content": "a"}]), ["1.json", "messages[0]", "role", "'tool'"]),
+        (members("1", CHATS[0], images=0), ["1.json", "1 images in messages", "0 in the tar"]),
+        (members("1", turns([image_at("gone.jpg")], [text("b")])), ["1.jpg", "'gone.jpg'"]),
+    ],
+)
+def test_report_and_check_describe_the_first_bad_messages(
+    document: list[tuple[str, bytes]], words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert index_tar(tmp_path / "alone", document) == 1
+    messages = [capsys.readouterr().err]
+    good = members("0", CHATS[0])
+    for split, documents in (("train", [*good, *document]), ("val", good)):
+        assert index_tar(tmp_path, documents, split) == 0
+    messages.append(capsys.readouterr().out)
+    with pytest.raises(UserError) as error:
+        bind(DATASETS, config()).check(Places(tmp_path, tmp_path))
+    for message in [*messages, str(error.value)]:
+        assert [word for word in words if word not in message] == []
+
+
+def test_conversation_that_the_template_rejects_is_named_when_tokens_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    tokenizer = make_tokenizer("smolvlm")
+    tokenizer.chat_template = NO_SYSTEM
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    assert write_chats(tmp_path, CHATS, "train", "--tokenizer", str(tmp_path / "tokenizer")) == 1
+    assert f"{tmp_path / 'train.tar'}: document 3: --tokenizer: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -351,7 +459,12 @@ def test_messages_without_chat_are_refused(tmp_path: Path):
     ("template", "message"),
     [
         (None, "no chat template"),
+        ({"default": SMOLVLM, "other": SMOLVLM}, "several chat templates, default, other"),
         (SMOLVLM.replace("line['text'] ", "line['text'] | trim "), "changes the text"),
+        (SMOLVLM.replace("line['text'] ", "line['text'].strip('\n') "), "changes the text"),
+        (SMOLVLM.replace("line['text'] ", "line['text'] | e "), "changes the text"),
+        (SMOLVLM.replace("line['text'] ", "line['text'].split('</think>')[-1] "), "changes the text"),
+        (SMOLVLM.replace("line['text'] ", "line['text'].replace('\t', ' ') "), "changes the text"),
         (SMOLVLM.replace(END, ""), "no control token"),
         (SMOLVLM.replace("'Assistant:'", "'Model:'"), "does not start the answer"),
         (SMOLVLM.replace("'<image>'", "'<img>'"), "each text and image once"),
@@ -361,7 +474,7 @@ def test_messages_without_chat_are_refused(tmp_path: Path):
     ],
 )
 def test_templates_that_cannot_be_trained_with_are_refused_before_the_start(
-    template: str | None, message: str, tmp_path: Path
+    template: Any, message: str, tmp_path: Path
 ):
     tokenizer = make_tokenizer("smolvlm")
     tokenizer.chat_template = template
@@ -369,6 +482,32 @@ def test_templates_that_cannot_be_trained_with_are_refused_before_the_start(
     data = bind(DATASETS, config())
     with pytest.raises(DataError, match=rf"data\.sources\.x\.chat: .*{message}"):
         data.check_tokenizer(Places(tmp_path, tmp_path), TokenizerSource(tmp_path / "tokenizer"))
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (NO_SYSTEM, "none"),
+        (SMOLVLM.replace("in messages", "in messages if message.role != 'system'"), "each text and image once"),
+        (
+            SMOLVLM.replace("line['text'] ", "(line['text'] | trim if message.role == 'system' else line['text']) "),
+            "changes",
+        ),
+    ],
+)
+def test_templates_that_write_no_system_message_are_refused_for_conversations_with_one(
+    template: str, message: str, tmp_path: Path
+):
+    tokenizer = make_tokenizer("smolvlm")
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    data, source = bind(DATASETS, config()), TokenizerSource(tmp_path / "tokenizer")
+    for split in ("train", "val"):
+        assert write_chats(tmp_path, CHATS[:1], split) == 0
+    data.check_tokenizer(Places(tmp_path, tmp_path), source)
+    assert write_chats(tmp_path, CHATS, "val") == 0
+    with pytest.raises(DataError, match=rf"data\.sources\.x\.chat: .*{message}"):
+        data.check_tokenizer(Places(tmp_path, tmp_path), source)
 
 
 def test_template_of_the_processor_is_used(tmp_path: Path):

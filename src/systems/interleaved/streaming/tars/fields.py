@@ -155,7 +155,7 @@ class Fields(StrictConfig):
         if value is None:
             return None
         kind, value = value if entry.kind == MESSAGES else (entry.kind, value)
-        if kind == "image" and isinstance(value, int):
+        if entry.kind == MESSAGES and isinstance(value, int):
             return Item(number, place, f"{NO_NAME}{value}", kind)
         if kind == "image":
             return Item(number, place, "" if _is_embedded(value) else _image_name(value, entry), kind)

@@ -85,7 +85,8 @@ class _Builder:
         self.members = scan(tar)
         self.documents, self.parts = list[tuple[int, ...]](), list[tuple[int, ...]]()
         self.passed_over = dict[str, dict[str, list[int]]]()
-        self.read = [0, 0]
+        self.read, self.problems = [0, 0], list[str]()
+        self.has_messages = fields is not None and fields.has_messages
         self.field_counts = Counter[str]()
         self.roles = dict[str, tuple[tuple[int, int, int], int, str]]()
 
@@ -120,6 +121,7 @@ class _Builder:
             **({"cut": list(members.cut)} if members.cut else {}),
             **({"fields": self.fields.as_json(), "mapped": dict(self.field_counts)} if self.fields else {}),
             **({"verified": True} if self.verify else {}),
+            **({"problems": self.problems} if self.problems else {}),
         }
         return TarIndex(_records(DOCUMENT, self.documents), _records(PART, self.parts), facts)
 
@@ -145,10 +147,9 @@ class _Builder:
                     parts, lost_images = self._add_json(
                         self.fields, parts, endings, members.names[numbers[0]], unread, entries
                     )
-                except FieldError:
-                    bad = NO_FIELDS
-                except MessagesError as error:
-                    bad = OTHER_IMAGES if isinstance(error, ImagesError) else NO_CHAT
+                except (FieldError, MessagesError) as error:
+                    bad = {FieldError: NO_FIELDS, MessagesError: NO_CHAT, ImagesError: OTHER_IMAGES}[type(error)]
+                    self.problems = self.problems or [f"{members.names[numbers[0]]!a}: {error}"]
             self.field_counts.update(self.fields.entries[entry].text for entry in entries)
         parts.sort()
         if not bad:
@@ -245,10 +246,11 @@ class _Builder:
         key = split_names([name.lower()])[0][0].rpartition("/")[2]
         entries.update(item.entry for item in items)
         images = self._find_images([item.name for item in items if item.name], places, key)
-        if fields.has_messages:
+        if self.has_messages:
             in_tar = {place for ending, place in places.items() if kind_and_position(ending)[0] == IMAGE}
-            if None in images.values() or not in_tar <= set(images.values()):
-                raise ImagesError(f"{name}: {len(images)} images in messages, {len(in_tar)} in the tar")
+            missing = [name.replace(NO_NAME, "image ") for name, place in images.items() if place is None]
+            if missing or not in_tar <= set(images.values()):
+                raise ImagesError(f"{len(images)} images in messages, {len(in_tar)} in the tar; missing: {missing[:3]}")
         derived_parts, num_lost = list[_Part](), 0
         for i, item in enumerate(items):
             entry = fields.entries[item.entry]
@@ -262,20 +264,19 @@ class _Builder:
             unread.pop(place, None)
         return [*parts, *derived_parts], num_lost
 
-    @staticmethod
-    def _find_images(names: Sequence[str], places: Mapping[str, int], key: str) -> dict[str, int | None]:
-        """Match each image name in a JSON to a member: by its name after the key, its file name, or its position."""
+    def _find_images(self, names: Sequence[str], places: Mapping[str, int], key: str) -> dict[str, int | None]:
+        """Match each image name in a JSON to a member: by its name after the key, its file name, or its position; in
+        messages, only those made up for images without a name by their position."""
         matches = dict[str, int | None]()
         for name in names:
             base = name.rpartition("/")[2].lower()
             matches[name] = places.get(base, places.get(base.removeprefix(f"{key}.")))
-        unknown = [name for name in matches if matches[name] is None]
+        unknown = [name for name in matches if matches[name] is None and (not self.has_messages or name[0] == NO_NAME)]
         positions = [(kind_and_position(ending), place) for ending, place in places.items()]
-        is_unnamed = any(name.startswith(NO_NAME) for name in unknown)
         numbered_images = sorted(
             (-1 if position is None else position, place)
             for (kind, position), place in positions
-            if kind == IMAGE and (place not in matches.values() if is_unnamed else position is not None)
+            if kind == IMAGE and (place not in matches.values() if self.has_messages else position is not None)
         )
         if len(unknown) == len(numbered_images):
             matches.update(zip(unknown, (place for _, place in numbered_images), strict=True))
@@ -289,8 +290,8 @@ class _Builder:
         try:
             for part, content in zip(texts, self._contents(texts), strict=True):
                 reason = unread_text(content.decode())
-                has_text |= part.kind == TEXT and not reason
-                if self.fields and self.fields.has_messages:
+                has_text |= part.kind == TEXT and (not reason or (self.has_messages and reason == SPELLS_IMAGES))
+                if self.has_messages:
                     continue
                 if reason and part.pick:
                     self._pass_over(reason, f"{endings[part.member]}:", len(content))

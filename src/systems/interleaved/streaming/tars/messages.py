@@ -41,16 +41,15 @@ def parts_of(messages: Sequence[Any], where: str) -> list[tuple[str, Any]]:
             raise MessagesError(f"{place}: role: expected {' or '.join(expected)}, got {role!r}.")
         roles.append(role)
         for item in _items(message.get("content"), place):
-            kind = item.get("type")
+            kind, names = item.get("type"), [item[key] for key in _NAMES if item.get(key) not in (None, "")]
             if kind == "text" and isinstance(item.get("text"), str) and _IMAGE not in item["text"]:
                 parts.append((_KIND_OF[role], item["text"]))
-            elif kind == "image" and role == "user":
-                name = next((item[key] for key in _NAMES if item.get(key)), None)
-                parts.append(("image", images if name is None else name))
-                images += name is None
+            elif kind == "image" and role == "user" and all(isinstance(name, str) for name in names):
+                parts.append(("image", names[0] if names else images))
+                images += not names
             else:
                 raise MessagesError(
-                    f"{place}: content: expected text, or images of the user, got {json.dumps(item):.60}."
+                    f'{place}: content: expected "type": "text", or "image" of the user, got {json.dumps(item):.60}.'
                 )
     if roles[-1:] != ["assistant"]:
         raise MessagesError(f"{where}: expected an answer at the end, got {', '.join(roles) or 'no message'}.")
