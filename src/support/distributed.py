@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import gc
 import os
 import signal
 import sys
@@ -162,6 +163,7 @@ def _leave_group() -> None:
     import torch.distributed as dist
 
     dist.barrier()
+    gc.collect()  # gloo's threads of a group that a model in a cycle refers to can abort the process at its exit
     dist.destroy_process_group()
 
 
