@@ -63,7 +63,7 @@ study: smollm2  ## SmolLM2-135M on real questions: cross-attention, prompting, c
 	OMP_NUM_THREADS=2 $(BIN)/python -m data_prep.crossattn.preproc_nq --embedding_model results/data/$(SMOLLM2) --corpus squad_nq \
 	  --maximum_input_length 256 --template instruct --model_dtype bfloat16 --data_cache_path results/data
 	OMP_NUM_THREADS=2 $(BIN)/python trainval.py -e $(STUDY) --log_every 50
-	$(BIN)/python -m results.table -e $(STUDY) --interval ci95 --by group \
+	$(BIN)/python -m results.table -e $(STUDY) --interval ci95 --by group data.contexts \
 	  --scores val_loss val_loss_shuffled_context inference/f1 inference/f1_wrong_context inference/em inference/em_wrong_context
 	$(BIN)/python -m results.plot -e $(STUDY) --by group --x cache_bytes_per_context_token --y inference/f1 \
 	  --output results/plots/study.png
