@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,16 +11,19 @@ from typing import Any
 import pytest
 
 from exp_configs import EXP_GROUPS
-from src.errors import ConfigError, RunError
+from src.data.text import tokenizers
+from src.errors import CheckpointError, ConfigError, RunError
 from src.experiments.config import Places
 from src.experiments.grid import override, ref
 from src.experiments.identity import exp_id
 from src.experiments.interfaces import load_experiment
-from src.files import write_json
+from src.files import read_manifest, write_json
 from src.runs.checkpoints import checkpoints, retention
 from src.runs.history.branches import FILE
 from src.training.checkpointing import continuation
+from src.training.checkpointing.checkpoint import CheckpointMetadata
 from tests import toy
+from tests.core.training import small
 
 STEP = 8
 STABLE = override(toy.BASE, {"loop.schedule": "constant"})
@@ -190,6 +194,37 @@ def test_changed_data_are_refused(world: Path):
     for name in ("data", "tokenizer", "content of toy_text"):
         with pytest.raises(RunError, match=name):
             continuation._require_equal_inputs(source, {**inputs, name: "other"}, inputs)
+
+
+@pytest.mark.parametrize("change", ["moved", "replaced", "truncated"])
+def test_a_checkpoint_that_changes_while_it_is_copied_is_refused(world: Path, tmp_path: Path, change: str):
+    """As after a rewind of its run, which moves it, and after the training of another branch, which replaces it."""
+    later = checkpoints.folder(world / "runs" / exp_id(STABLE), 12)
+    source = shutil.copytree(checkpoints.folder(world / "runs" / exp_id(STABLE), STEP), tmp_path / "source")
+    hashes = read_manifest(source, CheckpointError)["files"]
+    if change == "truncated":
+        os.truncate(source / "optimizer.safetensors", 100)
+    else:
+        source.rename(tmp_path / "archived")
+    if change == "replaced":
+        shutil.copytree(later, source)
+    about = CheckpointMetadata({}, tokenizers.load(world / "data" / "toy_tokenizer"))
+    with small.open_run(tmp_path, exp=AGAIN) as run:
+        with pytest.raises(CheckpointError, match=f"^{source}/.*safetensors: "):
+            continuation._copy(source, hashes, run, about, {"step": STEP})
+        assert list((run.path / "checkpoints").iterdir()) == []
+
+
+def test_files_that_are_not_in_the_manifest_are_not_copied(world: Path, tmp_path: Path):
+    """A killed consolidation leaves such a file."""
+    folder = tmp_path / "copy"
+    shutil.copytree(world, folder)
+    shutil.rmtree(folder / "runs" / exp_id(AGAIN))
+    unlisted = checkpoints.folder(folder / "runs" / exp_id(STABLE), STEP) / "unlisted.safetensors"
+    unlisted.write_bytes(b"half")
+    assert toy.main(["-e", "again", *KEEP], GROUPS, folder) == 0
+    assert not (checkpoints.folder(folder / "runs" / exp_id(AGAIN), STEP) / unlisted.name).exists()
+    assert tensors(folder, AGAIN, 12) == tensors(world, AGAIN, 12)
 
 
 def test_dry_run_names_the_steps_that_exist(world: Path, capsys: pytest.CaptureFixture[str]):
