@@ -144,7 +144,9 @@ def test_phases_that_would_have_started_elsewhere_are_refused(tmp_path: Path):
 
 def test_settings_that_can_change(tmp_path: Path):
     change = {"loop.learning_rate": 1e-3, "loop.weight_decay": 0.1, "data.val_sequences": 4, "loop.eval_every": 3}
-    continuation.check(load_experiment(override(DECAY, change), ""), places(tmp_path))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError) as error:
+        continuation.check(load_experiment(override(DECAY, {**change, "seed": 1}), ""), places(tmp_path))  # type: ignore[arg-type]
+    assert [line.partition(":")[0] for line in str(error.value).splitlines()] == ["seed"]
 
 
 MIXTURE = {"name": "mixture", "parts": {"a": STABLE["data"], "val_b": STABLE["data"]}}
