@@ -222,10 +222,10 @@ def test_files_that_are_not_in_the_manifest_are_not_copied(world: Path, tmp_path
     folder = tmp_path / "copy"
     shutil.copytree(world, folder)
     shutil.rmtree(folder / "runs" / exp_id(AGAIN))
-    unlisted = checkpoints.folder(folder / "runs" / exp_id(STABLE), STEP) / "unlisted.safetensors"
-    unlisted.write_bytes(b"half")
+    extra_file = checkpoints.folder(folder / "runs" / exp_id(STABLE), STEP) / "unlisted.safetensors"
+    extra_file.write_bytes(b"half")
     assert toy.main(["-e", "again", *KEEP], GROUPS, folder) == 0
-    assert not (checkpoints.folder(folder / "runs" / exp_id(AGAIN), STEP) / unlisted.name).exists()
+    assert not (checkpoints.folder(folder / "runs" / exp_id(AGAIN), STEP) / extra_file.name).exists()
     assert tensors(folder, AGAIN, 12) == tensors(world, AGAIN, 12)
 
 
@@ -345,7 +345,7 @@ def test_resume_after_kills_is_bit_exact(world: Path, tmp_path: Path):
 
 
 def mode_options(folder: Path, mode: str) -> list[str]:
-    """Options of the command line for "ddp", "fsdp", "zero2" or "zero3"."""
+    """Options of the command line for "ddp", "fsdp", "zero1", "zero2" or "zero3"."""
     if not mode.startswith("zero"):
         return {"ddp": [], "fsdp": ["--fsdp"]}[mode]
     pytest.importorskip("deepspeed", reason="needs deepspeed")
@@ -382,6 +382,7 @@ def file_names(folder: Path) -> list[str]:
         pytest.param("ddp", "zero3", 2, marks=pytest.mark.matrix),
         pytest.param("fsdp", "zero2", 2, marks=pytest.mark.matrix),
         pytest.param("fsdp", "fsdp", 4, marks=pytest.mark.matrix),
+        pytest.param("zero1", "zero1", 4, marks=pytest.mark.matrix),
         pytest.param("zero2", "ddp", 1, marks=pytest.mark.matrix),
         pytest.param("zero2", "fsdp", 2, marks=pytest.mark.matrix),
         pytest.param("zero2", "zero3", 2, marks=pytest.mark.matrix),
