@@ -9,6 +9,7 @@ gives several finished models, each after its own decay (Hu et al. 2024, "MiniCP
 The best step, early stopping and score rows start again.
 """
 
+import contextlib
 import logging
 import shutil
 from collections.abc import Iterator, Mapping
@@ -173,10 +174,11 @@ def newest_checkpoint(run: Run, about: "CheckpointMetadata", inputs: Mapping[str
         parent = SavedRun(run.places.runs / model["exp_id"])
         mark(parent, step)
         source = checkpoints.of_step(parent.path, step)
+        hashes = files.read_manifest(source, CheckpointError)["files"]  # before other files, as a rewind can follow
         state = files.read_json(source / "state.json", CheckpointError)
         _require_unchanged_order(source, step)
         _require_equal_inputs(source, state["inputs"], inputs)
-        _copy(source, run, about, {**state, **_own_state(source, run), "inputs": dict(inputs)})
+        _copy(source, hashes, run, about, {**state, **_own_state(source, run), "inputs": dict(inputs)})
         log.info("%s: continues %s.", run.path, source)
         return checkpoints.folder(run.path, step)
 
@@ -205,14 +207,21 @@ def _own_state(source: Path, run: Run) -> dict[str, Any]:
     return fresh if theirs["divergence"] == ours["divergence"] else {**fresh, "detector": {}}
 
 
-def _copy(source: Path, run: Run, about: "CheckpointMetadata", state: dict[str, Any]) -> None:
-    """Copy a checkpoint of another run into `run`, described as a checkpoint of `run`."""
+def _copy(source: Path, hashes: Any, run: Run, about: "CheckpointMetadata", state: dict[str, Any]) -> None:
+    """Copy a checkpoint of another run into `run`, described as a checkpoint of `run`. hashes: from its manifest.
+
+    Raises:
+        CheckpointError: a file differs from its hash, as the other run was rewound meanwhile.
+    """
     from src.training.checkpointing import checkpoint
 
     with checkpoint.begin(run.path, state["step"]) as folder:
-        for path in source.iterdir():
-            if path.name not in _RUN_FILES:
-                (shutil.copytree if path.is_dir() else shutil.copy)(path, folder / path.name)
+        for name in (name for name in hashes if Path(name).parts[0] not in _RUN_FILES):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                shutil.copy(source / name, folder / name)
+            if not (folder / name).exists() or files.sha256(folder / name) != hashes[name]["sha256"]:
+                raise CheckpointError(f"{source / name}: changed or moved while it was copied. Start the run again.")
         checkpoint.write(folder, None, None, state, about)
         for name, content in checkpoint.origin(run.path).items():
             files.write_atomic(folder / name, content)

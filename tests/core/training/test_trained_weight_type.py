@@ -14,9 +14,13 @@ from src.experiments.config import Places
 from src.experiments.interfaces import load_experiment
 from src.experiments.registry import MODELS, bind
 from src.runs import plan
+from src.training.checkpointing.checkpoint import CheckpointMetadata
 from src.training.config import check_trained_type
+from src.training.loop import fit
+from src.training.spec import TrainSpec
 from tests import toy
 from tests.core.models.test_unfilled import save
+from tests.core.training import small
 
 ADAPTERS = {"name": "lora", "rank": 2, "alpha": 2.0, "target_modules": ["q_proj"]}
 BLOCKS = {"name": "cross_attention", "num_layers": 1, "stride": 1}
@@ -70,9 +74,7 @@ def test_no_experiment_of_the_project_is_refused(tmp_path: Path):
         check_trained_type(item.recipe.model, places)  # type: ignore[attr-defined]  every recipe with a loop has a model
 
 
-def test_dry_run_and_training_refuse_bfloat16_weights(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_dry_run_refuses_bfloat16_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     toy.write_data(tmp_path / "data")
     save(
         tmp_path / "data" / "m",
@@ -86,12 +88,15 @@ def test_dry_run_and_training_refuse_bfloat16_weights(
     assert "model.dtype: 'bfloat16'" in capsys.readouterr().err
     assert toy.main(["-e", "adapters", "--dry-run"], groups, tmp_path) == 0
     assert toy.main(["-e", "adapters", "--steps", "2"], groups, tmp_path) == 0
-    capsys.readouterr()
-    monkeypatch.setattr(
-        "src.recipes.training_recipe.check_trained_type", lambda *_: None
-    )  # the loop checks the weights themselves
-    assert toy.main(["-e", "short", "--steps", "2"], groups, tmp_path) == 1
-    assert "model.dtype: 'bfloat16'" in capsys.readouterr().err
+
+
+def test_the_loop_checks_the_weights_themselves(tmp_path: Path):
+    """As the type of a registered model's weights can be unknown before it is built."""
+    with small.open_run(small.write_data(tmp_path)) as run:
+        about = CheckpointMetadata({}, AutoTokenizer.from_pretrained(tmp_path / "data" / "toy_tokenizer"))
+        spec = TrainSpec(small.Line().bfloat16(), about, small.Numbers(), {}, small.loss, lambda _: {"val_loss": 0.0})
+        with pytest.raises(ConfigError, match=r"model\.dtype: 'bfloat16'"):
+            fit(spec, run, small.CONFIG, seed=0)
 
 
 def test_bfloat16_weights_lose_small_updates():

@@ -18,9 +18,11 @@ from src.experiments.dataset_protocols import content_of
 from src.experiments.grid import override
 from src.experiments.identity import exp_id
 from src.experiments.interfaces import load_experiment
+from src.experiments.registry import MODELS
 from src.files import new_directory
 from src.models import export
 from tests import toy
+from tests.systems.metadata import late_tokenizer
 
 WRITING = {"keys": ["title", "entity"], "separators": {"item": " | ", "key_value": " ", "prefix_end": " ?"}}
 WITH_GAINS: dict[str, Any] = {
@@ -234,9 +236,11 @@ def test_documents_that_do_not_fit_are_found_by_a_dry_run(folder: Path, capsys: 
 def test_documents_that_do_not_fit_are_refused_before_the_first_step(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    """As for a model whose tokenizer is not known yet."""
-    monkeypatch.setattr("src.experiments.interfaces.ModelConfig.find_tokenizer", lambda *_: None)
-    exp = override(WITH_GAINS, {"data.sequence_tokens": 8})
+    """If the tokenizer of the model is not known before it is built."""
+    monkeypatch.setitem(MODELS.modules, "late_tokenizer", late_tokenizer.__name__)
+    exp = override(WITH_GAINS, {"model.name": "late_tokenizer", "data.sequence_tokens": 8})
+    assert toy.main(["-e", "g", "--dry-run"], {"g": [exp]}, folder) == 0
+    capsys.readouterr()
     assert toy.main(["-e", "g"], {"g": [exp]}, folder) == 1
     assert "gains.columns: fewer than two of the 32 documents with title" in capsys.readouterr().err
     assert not (folder / "runs" / exp_id(exp) / "scores.jsonl").exists()

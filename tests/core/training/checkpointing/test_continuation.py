@@ -1,24 +1,29 @@
 """A training that continues another one after a step repeats its later steps, or ends differently from there."""
 
+import functools
 import json
+import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from exp_configs import EXP_GROUPS
-from src.errors import ConfigError, RunError
+from src.data.text import tokenizers
+from src.errors import CheckpointError, ConfigError, RunError
 from src.experiments.config import Places
 from src.experiments.grid import override, ref
 from src.experiments.identity import exp_id
 from src.experiments.interfaces import load_experiment
-from src.files import write_json
+from src.files import read_manifest, write_json
 from src.runs.checkpoints import checkpoints, retention
 from src.runs.history.branches import FILE
 from src.training.checkpointing import continuation
+from src.training.checkpointing.checkpoint import CheckpointMetadata
 from tests import toy
+from tests.core.training import small
 
 STEP = 8
 STABLE = override(toy.BASE, {"loop.schedule": "constant"})
@@ -139,7 +144,9 @@ def test_phases_that_would_have_started_elsewhere_are_refused(tmp_path: Path):
 
 def test_settings_that_can_change(tmp_path: Path):
     change = {"loop.learning_rate": 1e-3, "loop.weight_decay": 0.1, "data.val_sequences": 4, "loop.eval_every": 3}
-    continuation.check(load_experiment(override(DECAY, change), ""), places(tmp_path))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError) as error:
+        continuation.check(load_experiment(override(DECAY, {**change, "seed": 1}), ""), places(tmp_path))  # type: ignore[arg-type]
+    assert [line.partition(":")[0] for line in str(error.value).splitlines()] == ["seed"]
 
 
 MIXTURE = {"name": "mixture", "parts": {"a": STABLE["data"], "val_b": STABLE["data"]}}
@@ -189,6 +196,37 @@ def test_changed_data_are_refused(world: Path):
     for name in ("data", "tokenizer", "content of toy_text"):
         with pytest.raises(RunError, match=name):
             continuation._require_equal_inputs(source, {**inputs, name: "other"}, inputs)
+
+
+@pytest.mark.parametrize("change", ["moved", "replaced", "truncated"])
+def test_a_checkpoint_that_changes_while_it_is_copied_is_refused(world: Path, tmp_path: Path, change: str):
+    """As after a rewind of its run, which moves it, and after the training of another branch, which replaces it."""
+    later = checkpoints.folder(world / "runs" / exp_id(STABLE), 12)
+    source = shutil.copytree(checkpoints.folder(world / "runs" / exp_id(STABLE), STEP), tmp_path / "source")
+    hashes = read_manifest(source, CheckpointError)["files"]
+    if change == "truncated":
+        os.truncate(source / "optimizer.safetensors", 100)
+    else:
+        source.rename(tmp_path / "archived")
+    if change == "replaced":
+        shutil.copytree(later, source)
+    about = CheckpointMetadata({}, tokenizers.load(world / "data" / "toy_tokenizer"))
+    with small.open_run(tmp_path, exp=AGAIN) as run:
+        with pytest.raises(CheckpointError, match=f"^{source}/.*safetensors: "):
+            continuation._copy(source, hashes, run, about, {"step": STEP})
+        assert list((run.path / "checkpoints").iterdir()) == []
+
+
+def test_files_that_are_not_in_the_manifest_are_not_copied(world: Path, tmp_path: Path):
+    """A killed consolidation leaves such a file."""
+    folder = tmp_path / "copy"
+    shutil.copytree(world, folder)
+    shutil.rmtree(folder / "runs" / exp_id(AGAIN))
+    extra_file = checkpoints.folder(folder / "runs" / exp_id(STABLE), STEP) / "unlisted.safetensors"
+    extra_file.write_bytes(b"half")
+    assert toy.main(["-e", "again", *KEEP], GROUPS, folder) == 0
+    assert not (checkpoints.folder(folder / "runs" / exp_id(AGAIN), STEP) / extra_file.name).exists()
+    assert tensors(folder, AGAIN, 12) == tensors(world, AGAIN, 12)
 
 
 def test_dry_run_names_the_steps_that_exist(world: Path, capsys: pytest.CaptureFixture[str]):
@@ -306,26 +344,67 @@ def test_resume_after_kills_is_bit_exact(world: Path, tmp_path: Path):
     assert tensors(folder, DECAY, 12) == tensors(world, DECAY, 12)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [[], ["--fsdp"]], ids=["ddp", "fsdp"])
-def test_two_processes_repeat_the_later_steps_bit_by_bit(tmp_path: Path, options: list[str]):
-    toy.write_data(tmp_path / "data")
-    root = toy.project(tmp_path, f"EXP_GROUPS = {GROUPS!r}\n")
-    for group in ("stable", "again"):
-        done = toy.run(root, ["-e", group, *KEEP, *options], tmp_path, processes=2)
+def mode_options(folder: Path, mode: str) -> list[str]:
+    """Options of the command line for "ddp", "fsdp", "zero1", "zero2" or "zero3"."""
+    if not mode.startswith("zero"):
+        return {"ddp": [], "fsdp": ["--fsdp"]}[mode]
+    pytest.importorskip("deepspeed", reason="needs deepspeed")
+    write_json(folder / f"{mode}.json", {"zero_optimization": {"stage": int(mode[-1])}, "train_batch_size": "auto"})
+    return ["--deepspeed", str(folder / f"{mode}.json")]
+
+
+@pytest.fixture(scope="module")
+def trained_parents(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Function from a mode to a folder with the data and the parent, trained on two processes in this mode."""
+
+    @functools.cache
+    def train(mode: str) -> Path:
+        folder = tmp_path_factory.mktemp(mode)
+        toy.write_data(folder / "data")
+        root = toy.project(folder, f"EXP_GROUPS = {GROUPS!r}\n")
+        done = toy.run(root, ["-e", "stable", *KEEP, *mode_options(folder, mode)], folder, processes=2)
         assert done.returncode == 0, done.stderr
-    assert toy.rows(tmp_path, exp_id(AGAIN)) == later_rows(tmp_path, STABLE)
+        return folder
+
+    return train
+
+
+def file_names(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
 @pytest.mark.slow
-def test_one_process_continues_a_sharded_training(tmp_path: Path):
-    toy.write_data(tmp_path / "data")
-    root = toy.project(tmp_path, f"EXP_GROUPS = {GROUPS!r}\n")
-    assert toy.run(root, ["-e", "stable", *KEEP, "--fsdp"], tmp_path, processes=2).returncode == 0
-    before = sorted(path.name for path in checkpoints.folder(tmp_path / "runs" / exp_id(STABLE), STEP).iterdir())
-    assert toy.run(root, ["-e", "again", *KEEP], tmp_path).returncode == 0
-    after = sorted(path.name for path in checkpoints.folder(tmp_path / "runs" / exp_id(STABLE), STEP).iterdir())
-    assert after == before, "the parent does not change"
-    all_rows = toy.rows(tmp_path, exp_id(AGAIN)), later_rows(tmp_path, STABLE)
-    losses, expected_losses = ([row["train_loss"] for row in rows] for rows in all_rows)
-    assert losses == pytest.approx(expected_losses, rel=1e-4)
+@pytest.mark.parametrize(
+    ("parent_mode", "mode", "processes"),
+    [
+        *(("ddp", "ddp", 2), ("ddp", "fsdp", 2), ("fsdp", "fsdp", 2), ("fsdp", "ddp", 1)),
+        *(("zero2", "zero2", 2), ("zero2", "zero2", 4), ("zero3", "zero3", 2), ("zero3", "zero3", 1)),
+        pytest.param("ddp", "zero3", 2, marks=pytest.mark.matrix),
+        pytest.param("fsdp", "zero2", 2, marks=pytest.mark.matrix),
+        pytest.param("fsdp", "fsdp", 4, marks=pytest.mark.matrix),
+        pytest.param("zero1", "zero1", 4, marks=pytest.mark.matrix),
+        pytest.param("zero2", "ddp", 1, marks=pytest.mark.matrix),
+        pytest.param("zero2", "fsdp", 2, marks=pytest.mark.matrix),
+        pytest.param("zero2", "zero3", 2, marks=pytest.mark.matrix),
+        pytest.param("zero3", "fsdp", 2, marks=pytest.mark.matrix),
+        pytest.param("zero3", "zero3", 4, marks=pytest.mark.matrix),
+    ],
+)
+def test_a_training_continues_in_another_mode_and_on_another_number_of_processes(
+    trained_parents: Callable[[str], Path], tmp_path: Path, parent_mode: str, mode: str, processes: int
+):
+    """Bit by bit in the mode of the parent and on two processes, as the parent; else to rounding."""
+    folder = tmp_path / "copy"
+    shutil.copytree(trained_parents(parent_mode), folder, symlinks=True)
+    parent = folder / "runs" / exp_id(STABLE)
+    before = file_names(parent / "checkpoints")
+    options = [*KEEP, *mode_options(folder, mode)]
+    done = toy.run(folder / "project", ["-e", "again", *options], folder, processes)
+    assert done.returncode == 0, done.stderr
+    assert file_names(parent / "checkpoints") == before, "the parent does not change"
+    rows, expected_rows = toy.rows(folder, exp_id(AGAIN)), later_rows(folder, STABLE)
+    if (mode, processes) == (parent_mode, 2):
+        assert rows == expected_rows
+    assert [row["step"] for row in rows] == [9, 10, 11, 12]
+    for name in ("train_loss", "grad_norm", "tokens"):
+        assert [row[name] for row in rows] == pytest.approx([row[name] for row in expected_rows], rel=1e-4)

@@ -71,8 +71,8 @@ class Processes:
         read: list[list[list[Key]]] = []
         cursor: Cursor = dict(start.cursor)
         for rank in range(world_size):
-            self.monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
-            self.monkeypatch.setattr(distributed, "world_size", lambda: world_size)
+            self.monkeypatch.setenv("RANK", str(rank))
+            self.monkeypatch.setenv("WORLD_SIZE", str(world_size))
             data = FilteredNumbers()
             order = order_of(data, 0, CONFIG.sequences_per_step, CONFIG.steps)
             keys = list(

@@ -95,6 +95,7 @@ def test_every_reward_has_a_case():
 
 @EVERY
 def test_scores_are_right_and_depend_only_on_the_rollout(name: str):
+    bind_reward(name).check(setting().places)
     score = bind_reward(name).scorer(setting(SimpleNamespace(backend_tokenizer=SimpleNamespace(to_str=str))))
     rollouts: Sequence[Rollout] = [case[0] for case in CASES[name][1]]
     scores = list(score(rollouts))
@@ -104,8 +105,3 @@ def test_scores_are_right_and_depend_only_on_the_rollout(name: str):
     assert [value for one in rollouts for value in score([one])] == scores
     assert list(score([*rollouts, *rollouts])) == scores * 2
     assert list(score([])) == []
-
-
-@EVERY
-def test_a_check_passes_where_the_scorer_works(name: str):
-    bind_reward(name).check(setting().places)

@@ -285,6 +285,13 @@ def test_published_llama_blocks_have_two_projections_whatever_their_configuratio
     saved = draw_weights(LLAMA_SHAPES, [3, 1])
     save_file(saved, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"cross_attn_shared_projections": True}))
-    xc_cache_weights.load(
-        make("llama", hidden_size=WIDTH, num_heads=HEADS, num_key_value_heads=HEADS, norm="layer"), tmp_path
-    )
+    model = make("llama", hidden_size=WIDTH, num_heads=HEADS, num_key_value_heads=HEADS, norm="layer")
+    xc_cache_weights.load(model, tmp_path)
+    theirs = {"norm1": "ln_1", "norm2": "ln_2", "attention.out": "crossattention.o_proj"}
+    theirs |= {f"attention.{name}": f"crossattention.{name}_proj" for name in "qkv"}
+    theirs |= {f"mlp.{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")}
+    loaded = model.blocks.state_dict()
+    assert len(loaded) == 2 * len(LLAMA_SHAPES)
+    for name, weight in loaded.items():
+        layer, part, kind = re.fullmatch(r"(\d+)\.(.+)\.(\w+)", name).groups()  # type: ignore[union-attr]
+        assert torch.equal(weight, saved[f"cross_attn_layers.{layer}.{theirs[part]}.{kind}"]), name

@@ -515,9 +515,11 @@ def test_template_of_the_processor_is_used(tmp_path: Path):
     tokenizer = make_tokenizer("smolvlm")
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path / "tokenizer")
+    data, source = bind(DATASETS, config()), TokenizerSource(tmp_path / "tokenizer")
+    with pytest.raises(UserError, match="chat"):
+        data.check_tokenizer(Places(tmp_path, tmp_path), source)
     (tmp_path / "tokenizer" / "chat_template.json").write_text(json.dumps({"chat_template": SMOLVLM}))
-    data = bind(DATASETS, config())
-    data.check_tokenizer(Places(tmp_path, tmp_path), TokenizerSource(tmp_path / "tokenizer"))
+    data.check_tokenizer(Places(tmp_path, tmp_path), source)
 
 
 @pytest.mark.parametrize(
