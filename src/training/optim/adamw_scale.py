@@ -6,7 +6,6 @@ learning rate fits all tensors. The scale is the root mean square of the weights
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -65,28 +64,32 @@ class AdamWScale(torch.optim.Optimizer):
             state["step"] += 1
             state["scale"] = scale
         for group in self.param_groups:
-            _update(
-                [self._part(group, parameter) for parameter in group["params"] if parameter.grad is not None], group
-            )
+            self._update(group)
 
-    def _part(self, group: dict[str, Any], parameter: Tensor) -> "_LocalPart":
-        state, (beta1, beta2) = self.state[parameter], group["betas"]
-        step, gradient = float(state["step"]), parameter.grad
-        assert gradient is not None
-        rate = group["lr"] * math.sqrt(1 - beta2**step) / (1 - beta1**step) * float(state["scale"])
-        return _LocalPart(rate, *map(_local, (parameter, gradient, state["exp_avg"], state["exp_avg_sq"])))
+    def _update(self, group: dict[str, Any]) -> None:
+        """Update this process's shards of the parameters of a group."""
+        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+        if not parameters:
+            return
+        states = [self.state[parameter] for parameter in parameters]
+        weights = [_local(parameter) for parameter in parameters]
+        gradients = [_local(parameter.grad) for parameter in parameters]
+        firsts, seconds = ([_local(state[name]) for state in states] for name in ("exp_avg", "exp_avg_sq"))
+        beta1, beta2 = group["betas"]
+        _torch._foreach_lerp_(firsts, gradients, 1 - beta1)
+        _torch._foreach_mul_(seconds, beta2)
+        _torch._foreach_addcmul_(seconds, gradients, gradients, 1 - beta2)
+        below = _torch._foreach_sqrt(seconds)
+        _torch._foreach_add_(below, group["eps"])
+        _torch._foreach_addcdiv_(weights, firsts, below, [-_rate(group, state) for state in states])
+        if group["weight_decay"]:
+            _torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
 
 
-@dataclass(frozen=True)
-class _LocalPart:
-    """This process's shard of one parameter."""
-
-    rate: float
-    """Factor of m / (√v + ε)."""
-    weight: Tensor
-    gradient: Tensor
-    first: Tensor
-    second: Tensor
+def _rate(group: dict[str, Any], state: dict[str, Any]) -> float:
+    """Factor of m / (√v + ε) for one parameter."""
+    step, (beta1, beta2) = float(state["step"]), group["betas"]
+    return group["lr"] * math.sqrt(1 - beta2**step) / (1 - beta1**step) * float(state["scale"])
 
 
 def scales(parameters: list[Tensor], norms: Sequence[float]) -> list[float]:
@@ -107,19 +110,3 @@ def scales(parameters: list[Tensor], norms: Sequence[float]) -> list[float]:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _update(parts: list[_LocalPart], group: dict[str, Any]) -> None:
-    if not parts:
-        return
-    weights, gradients = [part.weight for part in parts], [part.gradient for part in parts]
-    firsts, seconds = [part.first for part in parts], [part.second for part in parts]
-    beta1, beta2 = group["betas"]
-    _torch._foreach_lerp_(firsts, gradients, 1 - beta1)
-    _torch._foreach_mul_(seconds, beta2)
-    _torch._foreach_addcmul_(seconds, gradients, gradients, 1 - beta2)
-    below = _torch._foreach_sqrt(seconds)
-    _torch._foreach_add_(below, group["eps"])
-    _torch._foreach_addcdiv_(weights, firsts, below, [-part.rate for part in parts])
-    if group["weight_decay"]:
-        _torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
