@@ -27,16 +27,15 @@ def build_optimizer(model: nn.Module, config: LoopConfig, device: torch.device) 
         ConfigError: `loop.groups`, `loop.layerwise_decay` or Muon do not fit the model. On every rank.
     """
     by_optimizer: dict[str, list[dict[str, Any]]] = {}
-    for group in split(model, config):
-        settings = group.settings
+    for settings, parameters in split(model, config).items():
         by_optimizer.setdefault(settings.optimizer, []).append(
             {
-                "params": list(group.parameters.values()),
+                "params": list(parameters.values()),
                 "weight_decay": settings.weight_decay,
                 "lr": config.learning_rate * settings.rate_factor,
                 RATE_FACTOR: settings.rate_factor,
                 LABEL: settings.label,
-                NAMES: list(group.parameters),
+                NAMES: list(parameters),
             }
         )
     optimizers = [_BUILDERS[name](groups, config, device) for name, groups in by_optimizer.items()]

@@ -1,13 +1,13 @@
 """Which optimizer, learning rate and weight decay each trained parameter has: `loop.groups`, `loop.layerwise_decay`,
 and the split between Muon and AdamW."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import nn
 
 from src.errors import ConfigError
 from src.support.patterns import compile_pattern
-from src.training.config import LoopConfig
+from src.training.config import LoopConfig, ParameterGroup
 from src.training.parallel.compilation import layers
 
 
@@ -25,17 +25,8 @@ class Settings:
     """Whether the parameters have two dimensions or more. Only those can have weight decay."""
 
 
-@dataclass(frozen=True)
-class Group:
-    """Trained parameters with equal settings."""
-
-    settings: Settings
-    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
-    """By name."""
-
-
-def split(model: nn.Module, config: LoopConfig) -> list[Group]:
-    """Split the trained parameters into groups of equal settings, those of matrices first.
+def split(model: nn.Module, config: LoopConfig) -> dict[Settings, dict[str, nn.Parameter]]:
+    """Split the trained parameters, by name, into groups of equal settings, those of matrices first.
 
     Raises:
         ConfigError: a pattern matches nothing, Muon has nothing to train, or the model has no layers for the decay of
@@ -46,31 +37,28 @@ def split(model: nn.Module, config: LoopConfig) -> list[Group]:
     patterns = [compile_pattern(group.match) for group in config.groups]
     matches = {name: [i for i, each in enumerate(patterns) if each.search(name)] for name in parameters}
     _check(config, parameters, matches, places, hidden)
-    groups: dict[Settings, Group] = {}
-    for is_matrix in (True, False):
-        for name, parameter in parameters.items():
-            if (parameter.ndim >= 2) == is_matrix:
-                number = matches[name][0] if matches[name] else None
-                settings = _settings(config, number, name in hidden, places.get(name), is_matrix)
-                groups.setdefault(settings, Group(settings)).parameters[name] = parameter
-    return list(groups.values())
+    groups: dict[Settings, dict[str, nn.Parameter]] = {}
+    for name, parameter in sorted(parameters.items(), key=lambda item: item[1].ndim < 2):
+        number = matches[name][0] if matches[name] else None
+        settings = _settings(config, number, name in hidden, places.get(name), parameter.ndim >= 2)
+        groups.setdefault(settings, {})[name] = parameter
+    return groups
 
 
 def _settings(
     config: LoopConfig, number: int | None, is_hidden: bool, place: tuple[str, int] | None, is_matrix: bool
 ) -> Settings:
     """number: index in `loop.groups`. place: from `layer_numbers`."""
-    group = None if number is None else config.groups[number]
-    optimizer = (group and group.optimizer) or config.optimizer
-    if optimizer == "muon" and not is_hidden:
-        optimizer = "adamw"
-    rate = (config.muon_learning_rate if optimizer == "muon" else None) or config.learning_rate
-    rate = (group and group.learning_rate) or rate
-    decay = config.weight_decay if group is None or group.weight_decay is None else group.weight_decay
+    group = ParameterGroup(match="") if number is None else config.groups[number]
+    optimizer, rate = group.optimizer or config.optimizer, config.learning_rate
     parts = [] if number is None else [f"group{number}"]
-    if optimizer == "muon":
+    if optimizer == "muon" and is_hidden:
+        rate = config.muon_learning_rate or rate
         parts.append("muon")
-    factor = rate / config.learning_rate
+    elif optimizer == "muon":
+        optimizer = "adamw"
+    decay = config.weight_decay if group.weight_decay is None else group.weight_decay
+    factor = (group.learning_rate or rate) / config.learning_rate
     if config.layerwise_decay < 1 and place:
         parts.append(place[0])
         factor *= config.layerwise_decay ** place[1]

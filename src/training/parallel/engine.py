@@ -104,14 +104,15 @@ class Engine(ABC):
     def gradients(self) -> Iterable[Tensor]:
         """This process's gradients after the last `backward`; `clip` scales them in place."""
 
-    @abstractmethod
     def step(self) -> None:
         """Update the weights and clear the gradients. If the norm is not finite in float16, only the loss scale
         changes."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
-    @abstractmethod
     def skip_step(self) -> None:
         """Clear the gradients without an update."""
+        self.optimizer.zero_grad()
 
     def own_gradients(self) -> Iterable[Tensor]:
         """The `gradients` without those that a process of lower rank also has, if the model is sharded."""
@@ -252,14 +253,9 @@ class DDPEngine(Engine):
         """Gradients of the trained parameters that were used."""
         return [p.grad for p in self.trained if p.grad is not None]
 
-    def step(self) -> None:
-        """Run the optimizer's step, unless the loss scaler found an overflow."""
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
     def skip_step(self) -> None:
         """Clear the gradients, as after a step."""
-        self.optimizer.zero_grad()
+        super().skip_step()
         if self.accelerator.scaler:
             self.accelerator.scaler.update()
 

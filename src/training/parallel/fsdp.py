@@ -86,15 +86,6 @@ class FSDPEngine(Engine):
             _local(p.grad) for p in self.module.parameters() if p.grad is not None and not distributed.is_copy(p.grad)
         ]
 
-    def step(self) -> None:
-        """Update this process's shards."""
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def skip_step(self) -> None:
-        """Clear the gradients, as after a step."""
-        self.optimizer.zero_grad()
-
     def stage_shards(self) -> Callable[[Path], None] | None:
         """See `Engine`. No process needs memory for more than its shards."""
         return self.shards.stage(

@@ -23,7 +23,7 @@ from src.training.config import LoopConfig
 from src.training.loss import Loss
 from src.training.monitoring import flops
 from src.training.optim import parameter_groups
-from src.training.optim.parameter_groups import Group
+from src.training.optim.parameter_groups import Settings
 from src.training.parallel import fsdp, memory
 from src.training.parallel.compilation import layers
 from src.training.parallel.live_storages import FakeStorages
@@ -32,6 +32,9 @@ MFU = 0.4
 """Share of a GPU's peak that is assumed for the duration by default."""
 _ZERO_SIZES = {"reduce_bucket_size": 500_000_000, "stage3_max_live_parameters": 1_000_000_000}
 """Default sizes of DeepSpeed's buckets, in elements."""
+
+Groups = Mapping[Settings, Mapping[str, nn.Parameter]]
+"""Trained parameters by settings and name, from `parameter_groups.split`."""
 
 
 @dataclass(frozen=True)
@@ -151,12 +154,12 @@ def plan(
     )
 
 
-def _group_sizes(groups: list[Group]) -> dict[str, int]:
+def _group_sizes(groups: Groups) -> dict[str, int]:
     """Number of parameters by label of `loop.groups` and optimizer."""
     sizes: dict[str, int] = {}
-    for group in groups:
-        label = f"{group.settings.label or 'rest'} ({group.settings.optimizer})"
-        sizes[label] = sizes.get(label, 0) + sum(parameter.numel() for parameter in group.parameters.values())
+    for settings, parameters in groups.items():
+        label = f"{settings.label or 'rest'} ({settings.optimizer})"
+        sizes[label] = sizes.get(label, 0) + sum(parameter.numel() for parameter in parameters.values())
     return sizes if len(sizes) > 1 else {}
 
 
@@ -231,7 +234,7 @@ def _share(
     """Bytes by part on one GPU with the engine's sharding: at the peak of a pass, or of the optimizer step if
     larger."""
     groups = parameter_groups.split(model, config)
-    gradients, N = sum(parameter.nbytes for group in groups for parameter in group.parameters.values()), machines.gpus
+    gradients, N = sum(p.nbytes for p in model.parameters() if p.requires_grad), machines.gpus
     average = gradients if config.ema else 0
     parts = {**peak, "optimizer": optimizer_bytes(groups) + average}
     step = {
@@ -285,11 +288,11 @@ def _layer_sizes(model: nn.Module) -> tuple[int, int]:
     return max(sizes, default=0), sum(parameter.nbytes for parameter in model.parameters()) - sum(sizes)
 
 
-def optimizer_bytes(groups: list[Group]) -> int:
+def optimizer_bytes(groups: Groups) -> int:
     """Bytes of the optimizer's state: two moments per weight, one with muon, or with adafactor the means of rows and
     columns."""
     return sum(
-        _state_bytes(parameter, group.settings.optimizer) for group in groups for parameter in group.parameters.values()
+        _state_bytes(parameter, settings.optimizer) for settings, each in groups.items() for parameter in each.values()
     )
 
 

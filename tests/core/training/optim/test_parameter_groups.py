@@ -42,12 +42,12 @@ def llama(**changes: Any) -> nn.Module:
 
 def rates(model: nn.Module, config: LoopConfig) -> dict[str, float]:
     """Learning rate by parameter, at the peak of the schedule."""
-    factors = {name: group.settings.rate_factor for group in split(model, config) for name in group.parameters}
+    factors = {name: its.rate_factor for its, parameters in split(model, config).items() for name in parameters}
     return {name: config.learning_rate * factor for name, factor in factors.items()}
 
 
 def optimizers(model: nn.Module, config: LoopConfig) -> dict[str, str]:
-    return {name: group.settings.optimizer for group in split(model, config) for name in group.parameters}
+    return {name: its.optimizer for its, parameters in split(model, config).items() for name in parameters}
 
 
 def test_the_first_match_wins_and_sets_only_what_differs():
@@ -57,7 +57,7 @@ def test_the_first_match_wins_and_sets_only_what_differs():
         {"match": r"lm_head|mlp\.", "optimizer": "adamw_scale"},
     ]
     config = loop(weight_decay=0.2, groups=groups)
-    settings = {name: group.settings for group in split(model, config) for name in group.parameters}
+    settings = {name: its for its, parameters in split(model, config).items() for name in parameters}
     assert settings.keys() == dict(model.named_parameters()).keys()
     for name, its in settings.items():
         first, second = "embed" in name or "lm_head" in name, ".mlp." in name
@@ -68,7 +68,7 @@ def test_the_first_match_wins_and_sets_only_what_differs():
 
 
 def test_without_settings_there_are_matrices_and_vectors():
-    groups = [group.settings for group in split(llama(), loop())]
+    groups = split(llama(), loop())
     assert [(its.label, its.optimizer, its.rate_factor, its.of_matrices) for its in groups] == [
         ("", "adamw", 1.0, True),
         ("", "adamw", 1.0, False),
