@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from src.errors import CheckpointError, UserError
-from src.experiments.config import Places
+from src.experiments.config import Places, join
 from src.files import read_json
 from src.runs.checkpoints import checkpoints
 from src.runs.store import RunStore, SavedRun
@@ -22,7 +22,7 @@ def parent_ids(exp: Experiment) -> list[str]:
 def parent_checkpoints(exp: Experiment) -> list[tuple[str, str]]:
     """(id, "last", "best" or "step N") of the checkpoints named anywhere in `exp`, in order of appearance, without
     duplicates."""
-    return list(dict.fromkeys(_walk_checkpoints(exp)))
+    return list(dict.fromkeys((parent, which) for _, parent, which in walk_checkpoints(exp)))
 
 
 def fingerprints(exp: Experiment, runs: Path) -> dict[str, str]:
@@ -74,16 +74,17 @@ def find_checkpoint(run: SavedRun, which: str, hashes: bool = True) -> Path:
     return checkpoint
 
 
-def _walk_checkpoints(value: Any) -> Iterator[tuple[str, str]]:
+def walk_checkpoints(value: Any, path: str = "") -> Iterator[tuple[str, str, str]]:
+    """(dotted path, id, "last", "best" or "step N") of the checkpoints named anywhere in `value`."""
     if isinstance(value, dict):
         if value.get("name") == "experiment" and isinstance(value.get("exp_id"), str):
             step = value.get("step")
-            yield value["exp_id"], value.get("checkpoint", "last") if step is None else name_step(step)
-        for item in value.values():
-            yield from _walk_checkpoints(item)
+            yield path, value["exp_id"], value.get("checkpoint", "last") if step is None else name_step(step)
+        for key, item in value.items():
+            yield from walk_checkpoints(item, join(path, key))
     elif isinstance(value, list):
-        for item in value:
-            yield from _walk_checkpoints(item)
+        for number, item in enumerate(value):
+            yield from walk_checkpoints(item, f"{path}[{number}]")
 
 
 def order(selected: Mapping[str, Experiment], candidates: Mapping[str, Experiment], with_parents: bool) -> list[str]:
