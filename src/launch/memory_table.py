@@ -109,11 +109,11 @@ def cost_table(rows: Sequence[Mapping[str, Any]], machines: Mapping[str, Any]) -
     if not rows:
         return []
 
-    def cell(number: float | None, unit: float) -> str:
-        return "?" if number is None else f"{number / unit:,.3g}"
-
     units = {"tokens": 1e6, "operations": 1e15, "gpu_hours": 1.0, "checkpoint_bytes": 2**30}
-    lines = [[row["where"], f"{row['runs']}", *(cell(row[name], unit) for name, unit in units.items())] for row in rows]
+    lines = [
+        [row["where"], f"{row['runs']}", *(_cell(row[name], unit, ",.3g") for name, unit in units.items())]
+        for row in rows
+    ]
     return [
         f"Cost on {machines['gpus']} x {machines['gpu']} at {machines['mfu']:.1%} of the peak. Millions of tokens, for",
         "sequences of maximum length; GiB of the checkpoints that remain, at most; ?: unknown, see --memory.",
@@ -151,23 +151,20 @@ def _key(item: PlannedExperiment) -> str:
 
 
 def _cells(plan: Any) -> list[str]:
-    numbers = [*(plan.parts[part] for part in PARTS), plan.total]
-    operations = "?" if plan.operations is None else f"{plan.operations / 1e12:,.3g}"
-    speed = "?" if plan.tokens_per_second is None else f"{plan.tokens_per_second:,.0f}"
-    hours = "?" if plan.hours is None else f"{plan.hours:,.1f}" if plan.hours >= 1 else f"{plan.hours:.2g}"
     return [
-        _count(plan.parameters),
-        _count(plan.trained),
-        *(f"{number / 2**30:.2f}" for number in numbers),
-        operations,
-        speed,
-        hours,
+        _cell(plan.parameters, 1e6, ",.1f"),
+        _cell(plan.trained, 1e6, ",.1f"),
+        *(_cell(plan.parts[part], 2**30, ".2f") for part in PARTS),
+        _cell(plan.total, 2**30, ".2f"),
+        _cell(plan.operations, 1e12, ",.3g"),
+        _cell(plan.tokens_per_second, 1, ",.0f"),
+        _cell(plan.hours, 1, ",.1f" if plan.hours and plan.hours >= 1 else ".2g"),
     ]
 
 
-def _count(parameters: int) -> str:
-    """Parameters in millions."""
-    return f"{parameters / 1e6:,.1f}"
+def _cell(number: float | None, unit: float, layout: str) -> str:
+    """A number in a unit; "?" if it is unknown."""
+    return "?" if number is None else f"{number / unit:{layout}}"
 
 
 def table(plans: Sequence[PlanOfRuns], machines: Mapping[str, Any]) -> list[str]:
