@@ -200,14 +200,9 @@ def _is_run(run: Path) -> bool:
 
 def _snapshot(run: Path) -> tuple[bytes, ...]:
     """The state of a run that deletion depends on: its status, its best checkpoint, and all checkpoints' names."""
-    contents = [
-        read_bytes(path) if path.exists() else b"" for path in (run / STATUS, run / "checkpoints" / "best.json")
-    ]
     folder = run / "checkpoints"
-    return (
-        *contents,
-        *(name.encode(errors="replace") for name in sorted(os.listdir(folder) if folder.exists() else [])),
-    )
+    contents = [read_bytes(path) if path.exists() else b"" for path in (run / STATUS, folder / "best.json")]
+    return (*contents, *map(os.fsencode, sorted(os.listdir(folder)) if folder.exists() else []))
 
 
 @dataclass(frozen=True)
@@ -286,18 +281,13 @@ class Rotation:
         Expensive checks come last."""
         keep = self._keep
         paths = [path for path in checkpoints.list_all(self._run) if checkpoints.step_of(path) <= step]
-        complete_paths = [
-            path for path in paths if defect(path, hashes=False) is None
-        ]  # a damaged checkpoint is not a fallback
+        # A damaged checkpoint is not a fallback.
+        complete_paths = [path for path in paths if defect(path, hashes=False) is None]
         newest = complete_paths[-keep.last :]
         if not newest:
             return []
-        candidates = [
-            path
-            for path in paths
-            if checkpoints.step_of(path) < checkpoints.step_of(newest[0]) and not path.is_symlink()
-        ]
-        candidates = [path for path in candidates if checkpoints.step_of(path) != best_step]
+        older_paths = paths[: paths.index(newest[0])]
+        candidates = [path for path in older_paths if checkpoints.step_of(path) != best_step and not path.is_symlink()]
         if keep.every is not None:
             candidates = [path for path in candidates if checkpoints.step_of(path) % keep.every]
         if candidates and keep.best > 1:
