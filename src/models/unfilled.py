@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
-from src.support.deferred import Recording
+from src.support.deferred import Recording, read_tensor
 
 
 def read_later(recording: Recording, build: Callable[[], Any], folder: Path, files: Sequence[Path]) -> Any:
@@ -61,17 +60,12 @@ def _untie(model: nn.Module, holders: Mapping[str, Path]) -> None:
 
     holders: the file of each weight, by name.
     """
-
-    def read(name: str) -> Tensor:
-        with safe_open(holders[name], "pt") as tensors:
-            return tensors.get_tensor(name)
-
     first: dict[int, str] = {}
     parameters = [
         (name, parameter) for name, parameter in model.named_parameters(remove_duplicate=False) if name in holders
     ]
     for name, parameter in parameters:
         first_name = first.setdefault(id(parameter), name)
-        if first_name != name and not torch.equal(read(first_name), read(name)):
+        if first_name != name and not torch.equal(*(read_tensor(holders[n], n) for n in (first_name, name))):
             owner, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(owner), attribute, nn.Parameter(torch.empty_like(parameter)))

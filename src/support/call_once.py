@@ -39,8 +39,5 @@ def call_once(method: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         return method(*args, **kwargs)
     if key not in _results:
         # Stores the arguments too, so that no other object can get their ids.
-        _results[key] = (
-            args,
-            method(*args, **kwargs),
-        )
+        _results[key] = (args, method(*args, **kwargs))
     return _results[key][1]

@@ -172,7 +172,7 @@ class Recording(TorchDispatchMode):
                 for name, part in parts.items()
             }
             for name, tensor in tensors.items():
-                self._add(_Operation(partial(_read, file, name), _READ, (), {}, [tensor], ()), {_storage(tensor)})
+                self._add(_Operation(partial(read_tensor, file, name), _READ, (), {}, [tensor], ()), {_storage(tensor)})
         return tensors
 
     def compute(self, tensor: Tensor) -> Tensor:
@@ -298,7 +298,8 @@ def take_recording(model: nn.Module) -> Recording | None:
     return vars(model).pop(_ATTRIBUTE, None)
 
 
-def _read(file: Path, name: str, begin: int = 0, end: int | None = None) -> Tensor:
+def read_tensor(file: Path, name: str, begin: int = 0, end: int | None = None) -> Tensor:
+    """A tensor of a safetensors file, or rows of it. Raises CheckpointError if the file is missing or damaged."""
     with reading_tensors(file), safe_open(file, "pt") as tensors:
         return tensors.get_tensor(name) if end is None else tensors.get_slice(name)[begin:end]
 

@@ -40,12 +40,7 @@ class AdamWScale(torch.optim.Optimizer):
 
     def norms(self) -> Tensor:
         """L2 norms, (K,) float64, of this process's shards of the parameters with a gradient, on their device."""
-        parts = [_local(parameter) for parameter in self._moving()]
-        return (
-            torch.stack(list(_torch._foreach_norm(parts, 2, dtype=torch.float64)))
-            if parts
-            else torch.zeros(0, dtype=torch.float64)
-        )
+        return l2_norms([_local(parameter) for parameter in self._moving()])
 
     def _moving(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"] if parameter.grad is not None]
@@ -90,6 +85,15 @@ def _rate(group: dict[str, Any], state: dict[str, Any]) -> float:
     """Factor of m / (√v + ε) for one parameter."""
     step, (beta1, beta2) = float(state["step"]), group["betas"]
     return group["lr"] * math.sqrt(1 - beta2**step) / (1 - beta1**step) * float(state["scale"])
+
+
+def l2_norms(tensors: Sequence[Tensor]) -> Tensor:
+    """L2 norms of K tensors, (K,) float64, on their device."""
+    return (
+        torch.stack(list(_torch._foreach_norm(tensors, 2, dtype=torch.float64)))
+        if tensors
+        else torch.zeros(0, dtype=torch.float64)
+    )
 
 
 def scales(parameters: list[Tensor], norms: Sequence[float]) -> list[float]:

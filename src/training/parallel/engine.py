@@ -22,7 +22,7 @@ from src.support.weights import load_trained, trained_weights
 from src.training.checkpointing import checkpoint
 from src.training.config import LoopConfig
 from src.training.optim import optimizers
-from src.training.optim.adamw_scale import AdamWScale
+from src.training.optim.adamw_scale import AdamWScale, l2_norms
 
 _torch: Any = torch
 """For functions over lists of tensors, which have no type stubs."""
@@ -120,12 +120,7 @@ class Engine(ABC):
 
     def norms(self) -> Tensor:
         """L2 norms, (K,) float64, of the K `own_gradients`, on their device, without synchronization."""
-        gradients = [*self.own_gradients()]
-        return (
-            torch.stack(_torch._foreach_norm(gradients, 2, dtype=torch.float64))
-            if gradients
-            else torch.zeros(0, dtype=torch.float64)
-        )
+        return l2_norms([*self.own_gradients()])
 
     def weight_norms(self) -> Tensor:
         """Like `norms`, for the weights, if the optimizer uses them; else K is 0."""

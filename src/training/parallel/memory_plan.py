@@ -32,7 +32,6 @@ MFU = 0.4
 """Share of a GPU's peak that is assumed for the duration by default."""
 _ZERO_SIZES = {"reduce_bucket_size": 500_000_000, "stage3_max_live_parameters": 1_000_000_000}
 """Default sizes of DeepSpeed's buckets, in elements."""
-
 Groups = Mapping[Settings, Mapping[str, nn.Parameter]]
 """Trained parameters by settings and name, from `parameter_groups.split`."""
 
