@@ -42,17 +42,13 @@ class Harness(Config):
         """For `call_once`, as a list has no hash."""
         return hash(self.model_dump_json())
 
-    def check(self, places: Places) -> None:
-        """Load the tasks.
+    def load(self, places: Places) -> dict[str, Any]:
+        """The harness's tasks by name.
 
         Raises:
             ConfigError: the harness is not installed, or has no such task.
             DataError: the data of a task are neither on this machine nor in the hub's cache.
         """
-        self.load(places)
-
-    def load(self, places: Places) -> dict[str, Any]:
-        """The harness's tasks by name. Raises the errors of `check`."""
         if find_spec("lm_eval") is None:
             raise ConfigError(f'harness: lm_eval is not installed. pip install "{PACKAGE}", or remove harness.')
         from datasets import config as hub
@@ -84,7 +80,7 @@ class Harness(Config):
         """A function that scores the model. Both are collective. is_sharded: whether each forward pass is collective.
 
         Raises:
-            UserError: see `check`; or a sharded model cannot run a task.
+            UserError: see `load`; or a sharded model cannot run a task.
         """
         if distributed.world_size() > 1:
             distributed.broadcast_from_rank0(lambda: len(self.load(places)))  # one process fills the caches
