@@ -42,17 +42,13 @@ class Harness(Config):
         """For `call_once`, as a list has no hash."""
         return hash(self.model_dump_json())
 
-    def check(self, places: Places) -> None:
-        """Load the tasks.
+    def load(self, places: Places) -> dict[str, Any]:
+        """The harness's tasks by name.
 
         Raises:
             ConfigError: the harness is not installed, or has no such task.
             DataError: the data of a task are neither on this machine nor in the hub's cache.
         """
-        self.load(places)
-
-    def load(self, places: Places) -> dict[str, Any]:
-        """The harness's tasks by name. Raises the errors of `check`."""
         if find_spec("lm_eval") is None:
             raise ConfigError(f'harness: lm_eval is not installed. pip install "{PACKAGE}", or remove harness.')
         from datasets import config as hub
@@ -84,7 +80,7 @@ class Harness(Config):
         """A function that scores the model. Both are collective. is_sharded: whether each forward pass is collective.
 
         Raises:
-            UserError: see `check`; or a sharded model cannot run a task.
+            UserError: see `load`; or a sharded model cannot run a task.
         """
         if distributed.world_size() > 1:
             distributed.broadcast_from_rank0(lambda: len(self.load(places)))  # one process fills the caches
@@ -145,24 +141,22 @@ def _adapter(model: Any, tokenizer: Any, batch_size: int) -> Any:
 
     from src.evaluation.generation import gather_batches
 
-    class SharedLM(HFLM):
-        """Batches of requests do not depend on the number of processes."""
+    def share(run: Callable[..., Sequence[Any]]) -> Callable[..., list[Any]]:
+        """A method like `run`, in batches that do not depend on the number of processes."""
 
-        def _share(self, run: Callable[..., Sequence[Any]], requests: Sequence[Any]) -> list[Any]:
+        def run_batches(self: Any, requests: Sequence[Any], disable_tqdm: bool = False) -> list[Any]:
             def answer(numbers: Sequence[int]) -> Sequence[Any]:
-                return run([requests[number] for number in numbers], disable_tqdm=True)
+                return run(self, [requests[number] for number in numbers], disable_tqdm=True)
 
             batches = gather_batches(answer, range(len(requests)), batch_size)
             return [value for batch in batches for value in batch]
 
-        def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> Any:
-            return self._share(super().loglikelihood, requests)
+        return run_batches
 
-        def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> Any:
-            return self._share(super().loglikelihood_rolling, requests)
-
-        def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
-            return self._share(super().generate_until, requests)
+    class SharedLM(HFLM):
+        loglikelihood = share(HFLM.loglikelihood)
+        loglikelihood_rolling = share(HFLM.loglikelihood_rolling)
+        generate_until = share(HFLM.generate_until)
 
     device = next(model.parameters()).device.type
     return SharedLM(

@@ -1,6 +1,6 @@
 """Every name that an experiment can use, and its module. A module is imported when its name is first used."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -178,18 +178,15 @@ def sparse_dict(value: Any) -> Any:
     return {**name, **value.model_dump(mode="json", include=changed)}
 
 
-def canonical_dict(raw: dict[str, Any], recipe: Config) -> dict[str, Any]:
-    """`raw` in the form that is hashed: 1 as 1.0 for float fields, without operational fields."""
-    return _canonical(raw, recipe)
-
-
-def _canonical(raw: Any, loaded: Any) -> Any:
+def canonical_dict(raw: Any, loaded: Any, leaves_out: Callable[[Any, str], bool] = is_operational) -> Any:
+    """`raw`, the JSON of the config `loaded`, in the form that is hashed: 1 as 1.0 for float fields, without
+    operational fields. leaves_out: (config, name) -> whether to leave out a field, at every depth."""
     if isinstance(raw, dict):
         inner = vars(loaded) if isinstance(loaded, Config) else loaded if isinstance(loaded, dict) else {}
-        return {k: _canonical(v, inner.get(k)) for k, v in raw.items() if not is_operational(loaded, k)}
+        return {k: canonical_dict(v, inner.get(k), leaves_out) for k, v in raw.items() if not leaves_out(loaded, k)}
     if isinstance(raw, list):
         items = loaded if isinstance(loaded, (list, tuple)) else [None] * len(raw)
-        return [_canonical(r, x) for r, x in zip(raw, items, strict=True)]
+        return [canonical_dict(r, x, leaves_out) for r, x in zip(raw, items, strict=True)]
     return float(raw) if type(raw) is int and type(loaded) is float else raw
 
 

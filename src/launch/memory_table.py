@@ -156,18 +156,12 @@ def _cells(plan: Any) -> list[str]:
     speed = "?" if plan.tokens_per_second is None else f"{plan.tokens_per_second:,.0f}"
     hours = "?" if plan.hours is None else f"{plan.hours:,.1f}" if plan.hours >= 1 else f"{plan.hours:.2g}"
     return [
-        _count(plan.parameters),
-        _count(plan.trained),
+        *(f"{count / 1e6:,.1f}" for count in (plan.parameters, plan.trained)),
         *(f"{number / 2**30:.2f}" for number in numbers),
         operations,
         speed,
         hours,
     ]
-
-
-def _count(parameters: int) -> str:
-    """Parameters in millions."""
-    return f"{parameters / 1e6:,.1f}"
 
 
 def table(plans: Sequence[PlanOfRuns], machines: Mapping[str, Any]) -> list[str]:

@@ -68,7 +68,7 @@ def checks(recipe: TrainingRecipe, places: Places, scores: Collection[str]) -> l
         lambda: recipe.check_questions(places),
     ]
     if harness:
-        checks.append(lambda: call_once(harness.check, places))
+        checks.append(lambda: call_once(harness.load, places))
         scores = [*scores, "harness"] if harness.at == "evaluations" else scores
     if loop:
         checks += [lambda: data.check_steps(loop.steps), recipe.check_compiled, lambda: loop.check(scores)]

@@ -16,6 +16,8 @@ from src.training.divergence.detector import Config as Divergence
 POLYNOMIAL_END = 1e-7
 """Final learning rate of transformers' polynomial schedule."""
 _ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
+_SCHEDULES_OF = {"final_rate": ("linear", "cosine", "wsd"), "decay_rate": ("wsd",), "decay_shape": ("wsd",)}
+"""Fields that other schedules ignore."""
 
 
 class EarlyStopping(Config):
@@ -193,22 +195,16 @@ class LoopConfig(Config):
             )
         if self.steps and self.warmup_start and not round(self.warmup_rate * self.steps):
             raise ValueError("warmup_start: there is no warm-up. Set warmup_rate, or remove warmup_start.")
-        if self.final_rate and self.schedule not in ("linear", "cosine", "wsd"):
-            raise ValueError(
-                f"final_rate: only for schedules 'linear', 'cosine' and 'wsd', got {self.schedule!r}. Remove it."
-            )
+        for name, schedules in _SCHEDULES_OF.items():
+            if getattr(self, name) != type(self).model_fields[name].default and self.schedule not in schedules:
+                raise ValueError(f"{name}: only for {' and '.join(schedules)}, got {self.schedule!r}. Remove it.")
         return self
 
     @model_validator(mode="after")
     def _decays_within_the_steps(self) -> "LoopConfig":
-        if self.schedule != "wsd":
-            if self.decay_rate or self.decay_shape != "linear":
-                name = "decay_rate" if self.decay_rate else "decay_shape"
-                raise ValueError(f"{name}: only for schedule 'wsd', got {self.schedule!r}. Remove it.")
+        if self.schedule != "wsd" or (self.budget and self.decay_rate):  # the steps follow from the budget
             return self
         warmup, decay = (round(rate * self.steps) for rate in (self.warmup_rate, self.decay_rate))
-        if self.budget and self.decay_rate:
-            return self  # the steps follow from the budget
         if not decay:
             raise ValueError(
                 f"decay_rate: schedule 'wsd' needs at least one of {self.steps} steps to decay, got "
@@ -257,9 +253,8 @@ class LoopConfig(Config):
         if count < shares:
             raise ConfigError(
                 f"loop.sequences_per_step: {self.sequences_per_step} sequences in micro-batches of "
-                f"{self.micro_batch} make {count} "
-                f"micro-batches per step, fewer than the {shares} processes. Start at most "
-                f"{count * distributed.world_size() // shares} processes, or lower loop.micro_batch."
+                f"{self.micro_batch} make {count} micro-batches per step, fewer than the {shares} processes. "
+                f"Start at most {count} processes, or lower loop.micro_batch."
             )
 
     def check_accelerate(self, options: Mapping[str, str | float]) -> None:

@@ -21,7 +21,8 @@ from src import files
 from src.errors import CheckpointError, ConfigError, RunError
 from src.experiments.config import Config, Places, is_operational
 from src.experiments.interfaces import load_experiment
-from src.experiments.registry import name_of
+from src.experiments.registry import canonical_dict, name_of
+from src.runs import parents
 from src.runs.checkpoints import checkpoints, retention
 from src.runs.context import Run
 from src.runs.history import branches
@@ -52,8 +53,8 @@ def check(recipe: Any, places: Places) -> None:
     Raises:
         ConfigError: one line for each setting that differs from the parent's and must not.
     """
-    for path, step in _steps(recipe.model_dump(mode="json")):
-        if path != "model":
+    for path, _, step in parents.walk_checkpoints(recipe.model_dump(mode="json")):
+        if path != "model" and isinstance(step, int):
             raise ConfigError(
                 f"{path}.step: {step}, but only `model` itself can continue a training. Use ref(...) without a step, "
                 "for the last checkpoint."
@@ -107,7 +108,9 @@ def _differences(recipe: Any, parent: Any) -> Iterator[str]:
 
 def _data_pairs(recipe: Any, parent: Any) -> Iterator[tuple[str, Any, Any]]:
     """(path, value, the parent's value) of the settings that determine the training data and their order."""
-    ours, theirs = (_training_fields(each.data.model_dump(mode="json"), each.data) for each in (recipe, parent))
+    ours, theirs = (
+        canonical_dict(each.data.model_dump(mode="json"), each.data, _trains_nothing) for each in (recipe, parent)
+    )
     yield "data.name", recipe.data.name, parent.data.name
     for name in sorted(ours.keys() | theirs.keys()):
         yield f"data.{name}", ours.get(name), theirs.get(name)
@@ -119,30 +122,9 @@ def _data_pairs(recipe: Any, parent: Any) -> Iterator[tuple[str, Any, Any]]:
         yield "data.phases (first steps)", past, past_of_parent
 
 
-def _training_fields(config_json: Any, config: Any) -> Any:
-    """`config_json`, the JSON of `config`, without operational fields and fields of the validation, at every depth."""
-    if isinstance(config_json, dict):
-        inner = vars(config) if isinstance(config, Config) else config if isinstance(config, dict) else {}
-        return {
-            key: _training_fields(value, inner.get(key))
-            for key, value in config_json.items()
-            if not is_operational(config, key) and not (isinstance(config, Config) and key.startswith("val_"))
-        }
-    if isinstance(config_json, list) and isinstance(config, list | tuple):
-        return [_training_fields(value, item) for value, item in zip(config_json, config, strict=True)]
-    return config_json
-
-
-def _steps(value: Any, path: str = "") -> Iterator[tuple[str, int]]:
-    """(path, step) of each model in a resolved experiment that names a step of a parent."""
-    if isinstance(value, dict):
-        if value.get("name") == "experiment" and value.get("step") is not None:
-            yield path, value["step"]
-        for key, item in value.items():
-            yield from _steps(item, f"{path}.{key}" if path else key)
-    elif isinstance(value, list):
-        for place, item in enumerate(value):
-            yield from _steps(item, f"{path}[{place}]")
+def _trains_nothing(config: Any, name: str) -> bool:
+    """Whether a field of `config` is operational or of the validation."""
+    return is_operational(config, name) or (isinstance(config, Config) and name.startswith("val_"))
 
 
 def _require_unchanged_order(checkpoint: Path, step: int) -> None:
