@@ -359,7 +359,7 @@ def _print(tars: Sequence[str], output: Path | None, source: str, processes: int
     fields, config = _fields(more["fields"]), _data(more["data"])
     if more["chat"] and not more["tokenizer"]:
         raise ConfigError("--chat: needs --tokenizer, whose chat template it uses. Add it.")
-    is_chat = more["chat"] or bool(fields and fields.has_messages)
+    is_chat = more["chat"] or bool(fields and fields.messages)
     loaded = tokenizers.load(more["tokenizer"]) if more["tokenizer"] else None
     texts = None if loaded is None else make_tokens(loaded, "idefics3", is_chat, "--tokenizer")
     how = Making(verify, texts, fields, more["max_pixels"])

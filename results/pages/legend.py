@@ -136,7 +136,8 @@ def _colour(place: int) -> str:
 def label(group: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> str:
     """Distinguishing config values of a group, with the number of its runs."""
     names = results.short_names(keys)
-    text = ", ".join(f"{names[key]}={clip(group[0][key]) or '–'}" for key in keys if key in group[0])
+    most = VALUE_CHARACTERS if len(keys) > 1 else 2 * VALUE_CHARACTERS
+    text = ", ".join(f"{names[key]}={clip(group[0][key], most) or '–'}" for key in keys if key in group[0])
     return f"{text} ({len(group)})" if len(group) > 1 else text
 
 

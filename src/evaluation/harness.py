@@ -141,24 +141,22 @@ def _adapter(model: Any, tokenizer: Any, batch_size: int) -> Any:
 
     from src.evaluation.generation import gather_batches
 
-    class SharedLM(HFLM):
-        """Batches of requests do not depend on the number of processes."""
+    def share(run: Callable[..., Sequence[Any]]) -> Callable[..., list[Any]]:
+        """A method like `run`, in batches that do not depend on the number of processes."""
 
-        def _share(self, run: Callable[..., Sequence[Any]], requests: Sequence[Any]) -> list[Any]:
+        def run_batches(self: Any, requests: Sequence[Any], disable_tqdm: bool = False) -> list[Any]:
             def answer(numbers: Sequence[int]) -> Sequence[Any]:
-                return run([requests[number] for number in numbers], disable_tqdm=True)
+                return run(self, [requests[number] for number in numbers], disable_tqdm=True)
 
             batches = gather_batches(answer, range(len(requests)), batch_size)
             return [value for batch in batches for value in batch]
 
-        def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> Any:
-            return self._share(super().loglikelihood, requests)
+        return run_batches
 
-        def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> Any:
-            return self._share(super().loglikelihood_rolling, requests)
-
-        def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
-            return self._share(super().generate_until, requests)
+    class SharedLM(HFLM):
+        loglikelihood = share(HFLM.loglikelihood)
+        loglikelihood_rolling = share(HFLM.loglikelihood_rolling)
+        generate_until = share(HFLM.generate_until)
 
     device = next(model.parameters()).device.type
     return SharedLM(

@@ -178,17 +178,15 @@ def sparse_dict(value: Any) -> Any:
     return {**name, **value.model_dump(mode="json", include=changed)}
 
 
-def canonical_dict(raw: Any, loaded: Any, is_dropped: Callable[[Any, str], bool] = is_operational) -> Any:
-    """`raw` in the form that is hashed: 1 as 1.0 for float fields, without operational fields.
-
-    loaded: the config, or part of one, made from `raw`. is_dropped: whether to leave out a field of a config.
-    """
+def canonical_dict(raw: Any, loaded: Any, leaves_out: Callable[[Any, str], bool] = is_operational) -> Any:
+    """`raw`, the JSON of the config `loaded`, in the form that is hashed: 1 as 1.0 for float fields, without
+    operational fields. leaves_out: (config, name) -> whether to leave out a field, at every depth."""
     if isinstance(raw, dict):
         inner = vars(loaded) if isinstance(loaded, Config) else loaded if isinstance(loaded, dict) else {}
-        return {k: canonical_dict(v, inner.get(k), is_dropped) for k, v in raw.items() if not is_dropped(loaded, k)}
+        return {k: canonical_dict(v, inner.get(k), leaves_out) for k, v in raw.items() if not leaves_out(loaded, k)}
     if isinstance(raw, list):
         items = loaded if isinstance(loaded, (list, tuple)) else [None] * len(raw)
-        return [canonical_dict(r, x, is_dropped) for r, x in zip(raw, items, strict=True)]
+        return [canonical_dict(r, x, leaves_out) for r, x in zip(raw, items, strict=True)]
     return float(raw) if type(raw) is int and type(loaded) is float else raw
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from src.errors import CheckpointError, ConfigError
 from src.files import defect
 from src.runs.checkpoints import checkpoints
-from src.support.weights import AVERAGE, load_parameters, load_trained, read_tensors, require_equal_shapes
+from src.support.weights import AVERAGE, load_parameters, read_tensors, require_equal_shapes, trained_state
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,7 +47,7 @@ class Average:
         if source == folder:
             raise ConfigError(f"{source}: expected a run, as an average needs several checkpoints. Name the run.")
         files = [path / "model.safetensors" for path in self._folders(source)]
-        load_trained(model, files[-1], lambda _: mean_tensors(files))
+        load_parameters(trained_state(model), mean_tensors(files), files[-1])
 
     def _folders(self, run: Path) -> list[Path]:
         """The checkpoints to average, by step."""

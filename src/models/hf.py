@@ -127,9 +127,10 @@ class Config(ModelConfig):
 
         self.require_files(places)
         if places.on_paper:
-            return self._build_on_paper(places, getattr(transformers, kind))
-        self.check_device()
-        load = partial(self._read_later, Recording.active) if Recording.active else self._load_pretrained
+            load = self._build_on_paper
+        else:
+            self.check_device()
+            load = partial(self._read_later, Recording.active) if Recording.active else self._load_pretrained
         model: Any = load(places, getattr(transformers, kind))
         if self.extra_tokens or self.tokenizer:
             model.name_or_path = str(self.tokenizer_folder(places))
@@ -213,13 +214,9 @@ class Config(ModelConfig):
             raise ConfigError(
                 f"model.quantization: cannot plan the memory of {self.quantization!r} weights. Remove it with --set."
             )
-        make = _maker(made_by)
         # Other implementations save the same tensors as sdpa.
         attention = {"attn_implementation": "eager"} if self.attention == "eager" else {}
-        model = make(self._scaled_config(places), dtype=getattr(torch, self.dtype), **attention)
-        if self.extra_tokens or self.tokenizer:
-            prepared_tokenizer.grow_embeddings(model, self.tokenizer_folder(places), self.extra_tokens or ())
-        return model
+        return _maker(made_by)(self._scaled_config(places), dtype=getattr(torch, self.dtype), **attention)
 
     def _scaled_config(self, places: Places) -> Any:
         config = self.load_config(places)

@@ -11,7 +11,6 @@ from src.runs.checkpoints import checkpoints
 from src.runs.store import RunStore, SavedRun
 
 Experiment = dict[str, Any]
-_STEP = "step "
 
 
 def parent_ids(exp: Experiment) -> list[str]:
@@ -19,8 +18,8 @@ def parent_ids(exp: Experiment) -> list[str]:
     return list(dict.fromkeys(parent for parent, _ in parent_checkpoints(exp)))
 
 
-def parent_checkpoints(exp: Experiment) -> list[tuple[str, str]]:
-    """(id, "last", "best" or "step N") of the checkpoints named anywhere in `exp`, in order of appearance, without
+def parent_checkpoints(exp: Experiment) -> list[tuple[str, str | int]]:
+    """(id, "last", "best" or a step) of the checkpoints named anywhere in `exp`, in order of appearance, without
     duplicates."""
     return list(dict.fromkeys((parent, which) for _, parent, which in walk_checkpoints(exp)))
 
@@ -38,7 +37,7 @@ def fingerprints(exp: Experiment, runs: Path) -> dict[str, str]:
 
     def visit(value: Experiment) -> None:
         for parent, which in parent_checkpoints(value):
-            key = f"{parent}/{which}"
+            key = f"{parent}/{describe(which)}"
             if key not in digests:
                 folder = find_checkpoint(SavedRun(runs / parent), which)
                 digests[key] = checkpoints.fingerprint(folder)
@@ -48,24 +47,19 @@ def fingerprints(exp: Experiment, runs: Path) -> dict[str, str]:
     return digests
 
 
-def step_of(which: str) -> int | None:
-    """N of "step N"; None for "last" and "best"."""
-    return int(which.removeprefix(_STEP)) if which.startswith(_STEP) else None
+def describe(which: str | int) -> str:
+    """ "last", "best" or "step N" of a checkpoint in `parent_checkpoints`."""
+    return which if isinstance(which, str) else f"step {which}"
 
 
-def name_step(step: int) -> str:
-    """ "step N", the name of the checkpoint of a step in `parent_checkpoints`."""
-    return f"{_STEP}{step}"
-
-
-def find_checkpoint(run: SavedRun, which: str, hashes: bool = True) -> Path:
-    """The checkpoint "last" or "best" of a finished run, or "step N" of any run. hashes: see `files.defect`.
+def find_checkpoint(run: SavedRun, which: str | int, hashes: bool = True) -> Path:
+    """The checkpoint "last" or "best" of a finished run, or that of a step of any run. hashes: see `files.defect`.
 
     Raises:
         CheckpointError: it is missing or damaged.
     """
-    if (step := step_of(which)) is not None:
-        return checkpoints.of_step(run.path, step, hashes)
+    if isinstance(which, int):
+        return checkpoints.of_step(run.path, which, hashes)
     if which == "last":
         return checkpoints.last(run, hashes)
     checkpoint = checkpoints.best(run.path, hashes)
@@ -74,17 +68,17 @@ def find_checkpoint(run: SavedRun, which: str, hashes: bool = True) -> Path:
     return checkpoint
 
 
-def walk_checkpoints(value: Any, path: str = "") -> Iterator[tuple[str, str, str]]:
-    """(dotted path, id, "last", "best" or "step N") of the checkpoints named anywhere in `value`."""
+def walk_checkpoints(value: Any, path: str = "") -> Iterator[tuple[str, str, str | int]]:
+    """(dotted path, id, "last", "best" or a step) of each checkpoint named in an experiment."""
     if isinstance(value, dict):
         if value.get("name") == "experiment" and isinstance(value.get("exp_id"), str):
             step = value.get("step")
-            yield path, value["exp_id"], value.get("checkpoint", "last") if step is None else name_step(step)
+            yield path, value["exp_id"], value.get("checkpoint", "last") if step is None else step
         for key, item in value.items():
             yield from walk_checkpoints(item, join(path, key))
     elif isinstance(value, list):
-        for number, item in enumerate(value):
-            yield from walk_checkpoints(item, f"{path}[{number}]")
+        for place, item in enumerate(value):
+            yield from walk_checkpoints(item, f"{path}[{place}]")
 
 
 def order(selected: Mapping[str, Experiment], candidates: Mapping[str, Experiment], with_parents: bool) -> list[str]:
@@ -136,12 +130,11 @@ def missing_parents(
     return list(dict.fromkeys(messages))
 
 
-def _checkpoint_problem(run: SavedRun, which: str, places: Places) -> str | None:
+def _checkpoint_problem(run: SavedRun, which: str | int, places: Places) -> str | None:
     parent = run.name
     try:
         state = run.state
-        step = step_of(which)
-        if state == "done" or (step is not None and checkpoints.folder(run.path, step).exists()):
+        if state == "done" or (isinstance(which, int) and checkpoints.folder(run.path, which).exists()):
             find_checkpoint(run, which, hashes=False)
             return None
     except UserError as error:

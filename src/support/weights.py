@@ -1,9 +1,9 @@
 """Trained weights of a model: which ones a checkpoint stores, and how to load them."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from src.errors import CheckpointError
 from src.files import reading
@@ -37,24 +37,30 @@ def load_trained(model: "nn.Module", file: Path, read: "Callable[[Path], dict[st
         CheckpointError: the file is missing or damaged, or its names or shapes differ from those of the trained
             weights of `model`. `model` is then unchanged.
     """
-    import torch
-
-    saved = (read or read_tensors)(file)
-    state = matching_state(model, file, {name: tensor.shape for name, tensor in saved.items()})
-    with torch.no_grad():
-        for name, tensor in saved.items():
-            state[name].copy_(tensor)
+    load_parameters(trained_state(model), (read or read_tensors)(file), file)
 
 
-def require_equal_shapes(expected: "Mapping[str, Tensor]", saved: "Mapping[str, Tensor]", file: Path) -> None:
+def trained_state(model: "nn.Module") -> "dict[str, Tensor]":
+    """The entries of the state dict for the names of `trained_weights`, to copy into."""
+    state = model.state_dict()
+    return {name: state[name] for name in trained_weights(model)}
+
+
+def require_equal_shapes(expected: "Mapping[str, Tensor]", saved: Mapping[str, Any], file: Path) -> None:
     """Raise CheckpointError if the names or shapes of the tensors `saved` in `file` differ from the expected ones."""
-    shapes, expected_shapes = ({n: tuple(t.shape) for n, t in tensors.items()} for tensors in (saved, expected))
-    if shapes != expected_shapes:
-        different_names = {name for name, _ in shapes.items() ^ expected_shapes.items()}
+    advice = "Use the model that was saved, or another checkpoint."
+    if saved.keys() != expected.keys():
+        absent, extra = expected.keys() - saved.keys(), saved.keys() - expected.keys()
         raise CheckpointError(
-            f"{file}: checkpoint is for a different model. Different names or shapes: "
-            f"{summarize_names(different_names)}. Use the model that was saved, or another checkpoint."
+            f"{file}: checkpoint is for a different model. Missing: {summarize_names(absent)}; "
+            f"unexpected: {summarize_names(extra)}. {advice}"
         )
+    for name, tensor in expected.items():
+        if tuple(saved[name].shape) != tuple(tensor.shape):
+            raise CheckpointError(
+                f"{file}: checkpoint is for a different model. {name} is {list(saved[name].shape)}, "
+                f"expected {list(tensor.shape)}. {advice}"
+            )
 
 
 def load_parameters(parameters: "Mapping[str, Tensor]", saved: "Mapping[str, Tensor]", file: Path) -> None:
@@ -97,30 +103,6 @@ def reading_tensors(file: Path) -> Iterator[None]:
         raise CheckpointError(
             f"{file}: damaged, not readable as safetensors ({error}). Restore it from a copy."
         ) from None
-
-
-def matching_state(model: "nn.Module", file: Path, shapes: Mapping[str, Sequence[int]]) -> "dict[str, Tensor]":
-    """The entries of the state dict for the names of `trained_weights`, to copy into.
-    shapes: shapes of the tensors in `file`, by name.
-
-    Raises:
-        CheckpointError: names or shapes differ from those of the trained weights of `model`.
-    """
-    names, advice = trained_weights(model), "Use the model that was saved, or another checkpoint."
-    if shapes.keys() != names.keys():
-        absent, extra = names.keys() - shapes.keys(), shapes.keys() - names.keys()
-        raise CheckpointError(
-            f"{file}: checkpoint is for a different model. Missing: {summarize_names(absent)}; "
-            f"unexpected: {summarize_names(extra)}. {advice}"
-        )
-    for name, tensor in names.items():
-        if tuple(shapes[name]) != tuple(tensor.shape):
-            raise CheckpointError(
-                f"{file}: checkpoint is for a different model. {name} is {list(shapes[name])}, "
-                f"expected {list(tensor.shape)}. {advice}"
-            )
-    state = model.state_dict()
-    return {name: state[name] for name in names}
 
 
 def summarize_names(names: Iterable[str]) -> str:

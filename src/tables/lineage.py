@@ -9,7 +9,7 @@ from typing import Any
 from src.errors import ConfigError, DataError, UserError
 from src.experiments.config import Places
 from src.runs.history import branches
-from src.runs.parents import missing_parents, parent_checkpoints
+from src.runs.parents import describe, missing_parents, parent_checkpoints
 from src.runs.plan import PlannedExperiment
 from src.runs.store import RunStore, SavedRun
 from src.tables import results
@@ -127,7 +127,8 @@ def build(runs: Path, planned_items: Mapping[str, PlannedExperiment] | None = No
         if name not in nodes and not (runs / name / "exp_dict.json").exists():
             nodes[name] = Node(name, "new", item.group, str(item.exp.get("recipe", "")))
             dicts[name] = item.exp
-    edges = [Edge(name, parent, which) for name, exp in dicts.items() for parent, which in parent_checkpoints(exp)]
+    parents = [(name, *checkpoint) for name, exp in dicts.items() for checkpoint in parent_checkpoints(exp)]
+    edges = [Edge(name, parent, describe(which)) for name, parent, which in parents]
     for parent in dict.fromkeys(edge.parent for edge in edges if edge.parent not in nodes):
         nodes[parent] = _absent_node(runs, parent, warnings)
     return Lineage(nodes, tuple(edges), tuple(_problems(runs, dicts, planned_items)), tuple(warnings))

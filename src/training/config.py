@@ -16,8 +16,8 @@ from src.training.divergence.detector import Config as Divergence
 POLYNOMIAL_END = 1e-7
 """Final learning rate of transformers' polynomial schedule."""
 _ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
-_SCHEDULES = {"final_rate": ("linear", "cosine", "wsd"), "decay_rate": ("wsd",), "decay_shape": ("wsd",)}
-"""Fields of `LoopConfig` that only some schedules use."""
+_SCHEDULES_OF = {"final_rate": ("linear", "cosine", "wsd"), "decay_rate": ("wsd",), "decay_shape": ("wsd",)}
+"""Fields that other schedules ignore."""
 
 
 class EarlyStopping(Config):
@@ -195,16 +195,15 @@ class LoopConfig(Config):
             )
         if self.steps and self.warmup_start and not round(self.warmup_rate * self.steps):
             raise ValueError("warmup_start: there is no warm-up. Set warmup_rate, or remove warmup_start.")
-        for name, schedules in _SCHEDULES.items():
-            if self.schedule not in schedules and getattr(self, name) != type(self).model_fields[name].default:
-                expected = " or ".join(map(repr, schedules))
-                raise ValueError(f"{name}: only for schedule {expected}, got {self.schedule!r}. Remove it.")
+        for name, schedules in _SCHEDULES_OF.items():
+            if getattr(self, name) != type(self).model_fields[name].default and self.schedule not in schedules:
+                raise ValueError(f"{name}: only for {' and '.join(schedules)}, got {self.schedule!r}. Remove it.")
         return self
 
     @model_validator(mode="after")
     def _decays_within_the_steps(self) -> "LoopConfig":
-        if self.schedule != "wsd" or (self.budget and self.decay_rate):
-            return self  # the steps of a budget are not known yet
+        if self.schedule != "wsd" or (self.budget and self.decay_rate):  # the steps follow from the budget
+            return self
         warmup, decay = (round(rate * self.steps) for rate in (self.warmup_rate, self.decay_rate))
         if not decay:
             raise ValueError(
@@ -250,12 +249,12 @@ class LoopConfig(Config):
                     f"Scores: {', '.join(sorted(scores))}."
                 )
             raise ConfigError(f"loop.best_metric: {unknown_text('score', self.best_metric, scores)}")
-        count, processes = self.sequences_per_step // self.micro_batch, distributed.world_size()
-        if count < processes:
+        count, shares = self.sequences_per_step // self.micro_batch, distributed.world_size()
+        if count < shares:
             raise ConfigError(
-                f"loop.sequences_per_step: {self.sequences_per_step} sequences in micro-batches of {self.micro_batch} "
-                f"make {count} micro-batches per step, fewer than the {processes} processes. Start at most {count} "
-                "processes, or lower loop.micro_batch."
+                f"loop.sequences_per_step: {self.sequences_per_step} sequences in micro-batches of "
+                f"{self.micro_batch} make {count} micro-batches per step, fewer than the {shares} processes. "
+                f"Start at most {count} processes, or lower loop.micro_batch."
             )
 
     def check_accelerate(self, options: Mapping[str, str | float]) -> None:
@@ -276,7 +275,8 @@ class LoopConfig(Config):
             "max_grad_norm": ("--gradient_clipping", "loop.max_grad_norm", self.max_grad_norm),
         }
         wrong = [
-            f"{name}: {value}, but accelerate launch has {option} {other if isinstance(other, str) else f'{other:g}'}. "
+            f"{name}: {value}, but accelerate launch has {option} "
+            f"{other if isinstance(other, str) else f'{other:g}'}. "
             "Leave the option out."
             for key, (option, name, value) in expected.items()
             if (other := options.get(key, value)) != value

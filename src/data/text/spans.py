@@ -35,7 +35,7 @@ class SpanEncoder:
         names = sorted((str(token) for token in tokens), key=lambda name: (-len(name), name))
         self._strip_behind = {str(token) for token in tokens if token.rstrip}
         self._strip_before = {str(token) for token in tokens if token.lstrip}
-        self._controls = re.compile("|".join(map(re.escape, names)) or r"(?!)")
+        self._controls = re.compile(f"({'|'.join(map(re.escape, names)) or '(?!)'})")
 
     def is_answer(self, role: int) -> bool:
         """Whether text of this role is an answer, which follows a generation prompt."""
@@ -67,14 +67,8 @@ class SpanEncoder:
         """Split spans so that each control token is one span."""
         split_spans = list[Span]()
         for span in spans:
-            if not span.controls:
-                split_spans.append(span)
-                continue
-            place = 0
-            for match in self._controls.finditer(span.text):
-                split_spans += [Span(span.text[place : match.start()], span.role), Span(match.group(), span.role, True)]
-                place = match.end()
-            split_spans.append(Span(span.text[place:], span.role))
+            pieces = self._controls.split(span.text) if span.controls else [span.text]
+            split_spans += [Span(piece, span.role, place % 2 == 1) for place, piece in enumerate(pieces)]
         return split_spans
 
     def _strip(self, spans: list[Span]) -> list[Span]:

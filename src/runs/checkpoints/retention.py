@@ -28,8 +28,8 @@ _LEFTOVER_PREFIXES = ("damaged-step-", ".step-", ".damaged-step-")
 """Prefixes of damaged checkpoints that a resume renamed, and of leftovers of killed writers."""
 CHILD_STEPS = Path("checkpoints", "continued.json")
 """File of a run that lists the steps that other experiments continue or evaluate; see `mark_continued`."""
-NeededCheckpoints = AbstractSet[tuple[str, str]]
-"""(id, "last", "best" or "step N") of the checkpoints that other experiments start from."""
+NeededCheckpoints = AbstractSet[tuple[str, str | int]]
+"""(id, "last", "best" or a step) of the checkpoints that other experiments start from."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,12 @@ class Plan:
     """State of the run on which the plan is based."""
 
 
-def needed_by_children(runs: Path) -> tuple[set[tuple[str, str]], list[str]]:
+def needed_by_children(runs: Path) -> tuple[set[tuple[str, str | int]], list[str]]:
     """The checkpoints that experiments in the folder `runs` start from, and a warning for each unreadable dict.
 
     The parents in an unreadable dict are unknown: then all checkpoints of every run are needed.
     """
-    result: set[tuple[str, str]] = set()
+    result: set[tuple[str, str | int]] = set()
     warnings = []
     names = [entry.name for entry in runs.iterdir() if not entry.name.startswith(".") and _is_run(entry)]
     for name in sorted(names):
@@ -72,7 +72,7 @@ def needed_by_children(runs: Path) -> tuple[set[tuple[str, str]], list[str]]:
         result.update((name, which) for name in names for which in ("last", "best"))
         for name in names:
             with suppress(PermissionError):  # nothing of such a run can be deleted
-                result.update((name, _name(path)) for path in checkpoints.list_all(runs / name))
+                result.update((name, checkpoints.step_of(path)) for path in checkpoints.list_all(runs / name))
     return result, warnings
 
 
@@ -129,7 +129,7 @@ def plan(run: Path, rule: CleanupRule, by_others: NeededCheckpoints, now: float)
         required_paths.add(checkpoints.folder(run, best))
     if (run.name, "last") in by_others and type(state.get("step")) is int:
         required_paths.add(checkpoints.folder(run, state["step"]))
-    required_paths |= {path for path in complete_paths if (run.name, _name(path)) in by_others}
+    required_paths |= {path for path in complete_paths if (run.name, checkpoints.step_of(path)) in by_others}
     before = now - rule.older_than_seconds
     deletable = [
         path
@@ -171,11 +171,6 @@ def remove(cleanup: Plan) -> None:
     for path in hidden_paths:
         with writing(path):
             shutil.rmtree(path)
-
-
-def _name(checkpoint: Path) -> str:
-    """The checkpoint's name in `NeededCheckpoints`."""
-    return parents.name_step(checkpoints.step_of(checkpoint))
 
 
 def folder_bytes(path: Path) -> int:

@@ -110,45 +110,35 @@ _FLASH_DENOISERS = [
         (0.0825, "[X]", 64.0, 0.5),
     )
 ]
-FLASH_T5_BASE: dict[str, Any] = {
-    "recipe": "t5_pretrain",
-    "seed": 42,
-    "model": {
-        "name": "t5",
-        "random": {
+FLASH_T5_BASE = override(
+    T5_V1_1_BASE,
+    {
+        "seed": 42,
+        "model.random": {
             "tokenizer": "flash_t5_fr_tokenizer",
             "hidden_size": 768,
             "feed_forward_size": 3072,
             "num_layers": 12,
             "num_heads": 12,
         },
+        "data": {
+            "name": "ul2",
+            "corpus": "culturax_fr",
+            "input_tokens": 512,
+            "denoisers": _FLASH_DENOISERS,
+            "fixed_length": True,
+            "val_sequences": 5_000,
+        },
+        "loop.steps": 200_000,
+        "loop.micro_batch": 8,
+        "loop.learning_rate": 5e-3,
+        "loop.warmup_rate": 10_000 / 200_000,
+        "loop.final_rate": 1e-5 / 5e-3,
+        "loop.label_smoothing": 0.1,
+        "loop.z_loss": 1e-4,
+        "loop.eval_every": 500,
     },
-    "data": {
-        "name": "ul2",
-        "corpus": "culturax_fr",
-        "input_tokens": 512,
-        "denoisers": _FLASH_DENOISERS,
-        "fixed_length": True,
-        "val_sequences": 5_000,
-    },
-    "loop": {
-        "steps": 200_000,
-        "sequences_per_step": 128,
-        "micro_batch": 8,
-        "optimizer": "adamw_scale",
-        "learning_rate": 5e-3,
-        "schedule": "cosine",
-        "warmup_rate": 10_000 / 200_000,
-        "warmup_start": 0.5,
-        "final_rate": 1e-5 / 5e-3,
-        "adam_beta2": 0.999,
-        "label_smoothing": 0.1,
-        "z_loss": 1e-4,
-        "precision": "bfloat16",
-        "compile": True,
-        "eval_every": 500,
-    },
-}
+)
 FAT5_FR_SMALL = override(
     FLASH_T5_BASE,
     {

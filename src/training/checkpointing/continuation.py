@@ -53,8 +53,8 @@ def check(recipe: Any, places: Places) -> None:
     Raises:
         ConfigError: one line for each setting that differs from the parent's and must not.
     """
-    for path, _, which in parents.walk_checkpoints(recipe.model_dump(mode="json")):
-        if path != "model" and (step := parents.step_of(which)) is not None:
+    for path, _, step in parents.walk_checkpoints(recipe.model_dump(mode="json")):
+        if path != "model" and isinstance(step, int):
             raise ConfigError(
                 f"{path}.step: {step}, but only `model` itself can continue a training. Use ref(...) without a step, "
                 "for the last checkpoint."
@@ -109,7 +109,7 @@ def _differences(recipe: Any, parent: Any) -> Iterator[str]:
 def _data_pairs(recipe: Any, parent: Any) -> Iterator[tuple[str, Any, Any]]:
     """(path, value, the parent's value) of the settings that determine the training data and their order."""
     ours, theirs = (
-        canonical_dict(each.data.model_dump(mode="json"), each.data, _is_not_training) for each in (recipe, parent)
+        canonical_dict(each.data.model_dump(mode="json"), each.data, _trains_nothing) for each in (recipe, parent)
     )
     yield "data.name", recipe.data.name, parent.data.name
     for name in sorted(ours.keys() | theirs.keys()):
@@ -122,7 +122,7 @@ def _data_pairs(recipe: Any, parent: Any) -> Iterator[tuple[str, Any, Any]]:
         yield "data.phases (first steps)", past, past_of_parent
 
 
-def _is_not_training(config: Any, name: str) -> bool:
+def _trains_nothing(config: Any, name: str) -> bool:
     """Whether a field of `config` is operational or of the validation."""
     return is_operational(config, name) or (isinstance(config, Config) and name.startswith("val_"))
 

@@ -36,7 +36,8 @@ def split(model: nn.Module, config: LoopConfig) -> dict[Settings, dict[str, nn.P
     places, hidden = layer_numbers(model), hidden_matrices(model)
     patterns = [compile_pattern(group.match) for group in config.groups]
     matches = {name: [i for i, each in enumerate(patterns) if each.search(name)] for name in parameters}
-    _check(config, parameters, matches, places, hidden)
+    has_layers = any(label.startswith("layer") for label, _ in places.values())
+    _check(config, matches, hidden, has_layers)
     groups: dict[Settings, dict[str, nn.Parameter]] = {}
     for name, parameter in sorted(parameters.items(), key=lambda item: item[1].ndim < 2):
         number = matches[name][0] if matches[name] else None
@@ -65,13 +66,7 @@ def _settings(
     return Settings("_".join(parts), optimizer, factor, decay if is_matrix else 0.0, is_matrix)
 
 
-def _check(
-    config: LoopConfig,
-    parameters: dict[str, nn.Parameter],
-    matches: dict[str, list[int]],
-    places: dict[str, tuple[str, int]],
-    hidden: set[str],
-) -> None:
+def _check(config: LoopConfig, matches: dict[str, list[int]], hidden: set[str], has_layers: bool) -> None:
     problems = []
     for number, group in enumerate(config.groups):
         where = f"loop.groups[{number}]"
@@ -79,13 +74,13 @@ def _check(
         if not names:
             earlier = any(number in numbers for numbers in matches.values())
             reason = "matches only parameters of earlier groups" if earlier else "matches no trained parameter"
-            examples = ", ".join(list(parameters)[:: max(1, len(parameters) // 4)])
+            examples = ", ".join(list(matches)[:: max(1, len(matches) // 4)])
             problems.append(f"{where}.match: {group.match!r} {reason}. Change or remove it. Some names: {examples}.")
         elif group.optimizer == "muon" and hidden.isdisjoint(names):
             problems.append(f"{where}.optimizer: 'muon' trains matrices of layers, and {group.match!r} matches none.")
-    if config.optimizer == "muon" and hidden.isdisjoint(parameters):
+    if config.optimizer == "muon" and hidden.isdisjoint(matches):
         problems.append("loop.optimizer: 'muon' trains matrices of layers, and the model trains none. Use 'adamw'.")
-    if config.layerwise_decay < 1 and not any(label.startswith("layer") for label, _ in places.values()):
+    if config.layerwise_decay < 1 and not has_layers:
         problems.append("loop.layerwise_decay: the model has no list of layers. Remove it.")
     if problems:
         error = ConfigError("\n".join(problems))

@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from src.support import distributed
 from src.support.deferred import Recording, take_recording
-from src.support.weights import matching_state, trained_weights
+from src.support.weights import require_equal_shapes, trained_state, trained_weights
 from src.training.checkpointing import checkpoint, safetensors_stream
 from src.training.checkpointing.shard_store import ShardStore
 from src.training.config import LoopConfig
@@ -95,8 +95,8 @@ class FSDPEngine(Engine):
     def load_weights(self, file: Path) -> None:
         """Each process reads its shard."""
         with distributed.raise_together():
-            shapes = {name: tensor.shape for name, tensor in safetensors_stream.read(file).items()}
-            state = matching_state(self.module, file, shapes)
+            state = trained_state(self.module)
+            require_equal_shapes(state, safetensors_stream.read(file), file)
         self.shards.load(file.parent, state)
 
     def load_optimizer(self, folder: Path) -> None:

@@ -78,3 +78,8 @@ def test_varying_keys_are_those_within_a_group(runs: Path):
 def test_long_values_are_clipped():
     group = [{"model.name": "a" * 40, "seed": 1}]
     assert legend.label(group, ["model.name", "seed"]) == f"name={'a' * 15}…, seed=1"
+
+
+def test_a_single_value_has_more_room_in_a_label():
+    group = [{"group": "smollm2_crossattn"}]
+    assert legend.label(group, ["group"]) == "group=smollm2_crossattn"

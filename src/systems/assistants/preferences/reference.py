@@ -125,14 +125,12 @@ def add_references(
 def _logps(
     model: Any, data: Dataset, micro_batch: int, device: torch.device, precision: str
 ) -> Iterator[tuple[str, list[float]]]:
-    computing = (
-        torch.autocast(device.type, getattr(torch, precision)) if precision != "float32" else contextlib.nullcontext()
-    )
+    dtype = getattr(torch, precision)
     for indices, counts in rank_batches(len(data), micro_batch):
         distributed.stop_together()
         samples = [data.sample(0, index) for index in indices]
         batch = to_device(data.collate(samples), device)
-        with computing:
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             logps = reply_sums(model, batch).logps
         if counts:
             rows = logps.cpu().split([len(sample["ranks"]) for sample in samples])

@@ -55,11 +55,10 @@ class Words:
         cuts = bounds.tolist()
         texts = [self.texts[index] for index in ids.tolist()]
         words = [texts[start] if end - start == 1 else "".join(texts[start:end]) for start, end in pairwise(cuts)]
-        return words if "".join(words).isascii() else [_decode_word(word) for word in words]
-
-
-def _decode_word(text: str) -> str:
-    return text if text.isascii() else text.encode(errors=_BYTE_ERRORS).decode(errors="replace").lower()
+        return [
+            word if word.isascii() else word.encode(errors=_BYTE_ERRORS).decode(errors="replace").lower()
+            for word in words
+        ]
 
 
 def _in_word(letter: str) -> bool:
@@ -107,7 +106,7 @@ def _byte_level(token: str) -> str:
 
 @cache
 def _letters() -> dict[str, int]:
-    """GPT-2's letter for each byte: itself if printable, else the next letter from 256."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+    """GPT-2's letter for each byte -> the byte."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return {letter: byte for byte, letter in bytes_to_unicode().items()}

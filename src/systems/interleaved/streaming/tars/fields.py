@@ -86,7 +86,7 @@ class Fields(StrictConfig):
             raise ValueError(
                 'expected at least one of image, prompt, text and messages, such as {"text": "json:caption"}'
             )
-        if self.has_messages and (len(entries) > 1 or entries[0].path is None):
+        if self.messages and (len(entries) > 1 or entries[0].path is None):
             raise ValueError('messages: expected one value, such as "json:messages", and no image, prompt or text')
         texts = [entry.text.lower() for entry in entries]
         for entry in entries:
@@ -107,15 +107,10 @@ class Fields(StrictConfig):
                 entries.append(Entry(kind, suffix.lower(), tuple(path.split(".")) if colon else None, name))
         return entries
 
-    @property
-    def has_messages(self) -> bool:
-        """Whether documents are conversations in JSON."""
-        return bool(self.messages)
-
     @cached_property
     def kinds(self) -> frozenset[str]:
         """Kinds with an entry; their suffixes are ignored."""
-        return frozenset((*KINDS, "system") if self.has_messages else (entry.kind for entry in self.entries))
+        return frozenset((*KINDS, "system") if self.messages else (entry.kind for entry in self.entries))
 
     @cached_property
     def members(self) -> dict[str, int]:
@@ -165,7 +160,7 @@ class Fields(StrictConfig):
     def _interleave(self, values: Mapping[int, list[Any]]) -> list[tuple[int, int]] | None:
         """Merge a list of images and a list of texts, as OBELICS, mmc4 and Energon do, into (entry, index) pairs.
         None if the values are not two such lists."""
-        if self.has_messages:
+        if self.messages:
             return [(number, place) for number in values for place in range(len(values[number]))]
         images = [number for number in values if self.entries[number].kind == "image"]
         texts = [number for number in values if self.entries[number].kind == "text"]

@@ -86,7 +86,7 @@ class _Builder:
         self.documents, self.parts = list[tuple[int, ...]](), list[tuple[int, ...]]()
         self.passed_over = dict[str, dict[str, list[int]]]()
         self.read, self.problems = [0, 0], list[str]()
-        self.has_messages = fields is not None and fields.has_messages
+        self.has_messages = bool(fields and fields.messages)
         self.field_counts = Counter[str]()
         self.roles = dict[str, tuple[tuple[int, int, int], int, str]]()
 
