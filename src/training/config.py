@@ -197,7 +197,8 @@ class LoopConfig(Config):
             raise ValueError("warmup_start: there is no warm-up. Set warmup_rate, or remove warmup_start.")
         for name, schedules in _SCHEDULES_OF.items():
             if getattr(self, name) != type(self).model_fields[name].default and self.schedule not in schedules:
-                raise ValueError(f"{name}: only for {' and '.join(schedules)}, got {self.schedule!r}. Remove it.")
+                expected = " or ".join(map(repr, schedules))
+                raise ValueError(f"{name}: only for schedule {expected}, got {self.schedule!r}. Remove it.")
         return self
 
     @model_validator(mode="after")

@@ -156,7 +156,7 @@ def test_a_step_is_a_multiple_of_the_micro_batch():
         *(
             (
                 {"schedule": name, "final_rate": 0.1},
-                f"final_rate: only for schedules 'linear', 'cosine' and 'wsd', got '{name}'",
+                f"final_rate: only for schedule 'linear' or 'cosine' or 'wsd', got '{name}'",
             )
             for name in ("constant", "constant_with_warmup", "inverse_sqrt", "polynomial", "cosine_with_restarts")
         ),
