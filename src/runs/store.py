@@ -46,7 +46,7 @@ class SavedRun:
     """
 
     path: Path
-    checkpoint_problems: dict[str, str | None] = field(default_factory=dict)
+    checkpoint_problems: dict[str | int, str | None] = field(default_factory=dict)
     """Problem with its "last" and "best" checkpoint, if checked; None: no problem."""
 
     @property
