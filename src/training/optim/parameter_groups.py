@@ -50,7 +50,7 @@ def _settings(
     config: LoopConfig, number: int | None, is_hidden: bool, place: tuple[str, int] | None, is_matrix: bool
 ) -> Settings:
     """number: index in `loop.groups`. place: from `layer_numbers`."""
-    group = ParameterGroup(match="") if number is None else config.groups[number]
+    group = ParameterGroup.model_construct(match="") if number is None else config.groups[number]
     optimizer, rate = group.optimizer or config.optimizer, config.learning_rate
     parts = [] if number is None else [f"group{number}"]
     if optimizer == "muon" and is_hidden:
