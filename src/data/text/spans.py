@@ -6,9 +6,10 @@ a generation prompt and its answer. So the ids of a prompt are a prefix of the i
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from src.data.text.tokenizers import SafeTokenizer
+from src.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -24,6 +25,25 @@ class Span(NamedTuple):
     role: int
     controls: bool = False
     """Whether control tokens spelled out in the text become control tokens."""
+
+
+def render_template(where: str, source: str, messages: Sequence[Any], **settings: Any) -> tuple[str, Any]:
+    """Render messages with a Jinja template, as `apply_chat_template` does. settings: of `render_jinja_template`, and
+    variables of the template. Returns the text and, with return_assistant_tokens_mask, its ranges of answers.
+
+    Raises:
+        DataError: the template fails; starts with `where`.
+    """
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    render: Any = render_jinja_template
+    try:
+        texts, regions = render(conversations=[[*messages]], chat_template=source, **settings)
+    except Exception as error:  # noqa: BLE001  a template can raise anything, such as ZeroDivisionError
+        roles, reason = " ".join(message["role"] for message in messages), " ".join(str(error).split())[:200]
+        advice = "Change the messages, or use another template."
+        raise DataError(f"{where}: the template rejects {roles} ({reason}). {advice}") from None
+    return texts[0], regions[0] if regions else []
 
 
 class SpanEncoder:

@@ -9,9 +9,9 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
-from src.data.text.spans import Span
+from src.data.text.spans import Span, render_template
 from src.errors import DataError
 from src.systems.assistants.conversations.answer_forms import Answer, Form, forms_of
 from src.systems.assistants.conversations.control_mask import CONTROL, MASK, Mask
@@ -261,25 +261,11 @@ class Jinja:
         Raises:
             DataError: the template fails.
         """
-        from transformers.utils.chat_template_utils import render_jinja_template
-
         if self._in_parts:
             raw = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in raw]
-        more: dict[str, Any] = {**self.tokens, "date_string": "01 Jan 2025"}
-        try:
-            texts, regions = cast(Any, render_jinja_template)(
-                conversations=[[*raw]],
-                tools=tools,
-                chat_template=self._source,
-                add_generation_prompt=answering,
-                return_assistant_tokens_mask=self.marks_answers,
-                **more,
-            )
-        except Exception as error:  # noqa: BLE001  a template can raise anything, such as ZeroDivisionError
-            roles, reason = " ".join(message["role"] for message in raw), " ".join(str(error).split())[:200]
-            advice = "Change the messages, or use another template."
-            raise DataError(f"{WHERE}: the template rejects {roles} ({reason}). {advice}") from None
-        return texts[0], regions[0] if self.marks_answers else []
+        settings = {"add_generation_prompt": answering, "return_assistant_tokens_mask": self.marks_answers}
+        more = {**self.tokens, "date_string": "01 Jan 2025"}
+        return render_template(WHERE, self._source, raw, tools=tools, **settings, **more)
 
     def _check(self) -> None:
         """Raises DataError if the template cannot be used for training.

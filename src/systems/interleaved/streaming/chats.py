@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise, takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-from src.data.text.spans import Span, SpanEncoder
+from src.data.text.spans import Span, SpanEncoder, render_template
 from src.errors import DataError
 from src.systems.interleaved.streaming import images, manifest, tar_index
 from src.systems.interleaved.streaming.manifest import Manifest, Shard
@@ -38,9 +38,9 @@ class _Encoder(SpanEncoder):
     def is_answer(self, role: int) -> bool:
         return role % 2 == 1
 
-    def until_control(self, text: str) -> str:
-        """A text up to its last control token; "" if it has none."""
-        return text[: max((match.end() for match in self._controls.finditer(text)), default=0)]
+    def until_control(self, text: str) -> list[str]:
+        """The pieces of a text up to its last control token; none if it has none."""
+        return self._controls.split(text)[:-1]
 
 
 class ChatTokens(TextTokens):
@@ -77,11 +77,10 @@ class ChatTokens(TextTokens):
         controls = sorted((str(t), i) for i, t in added_tokens.items() if str(t) in source)
         rules = json.dumps([self.digest, self._source, self._names, controls])
         self.digest = hashlib.sha256(rules.encode()).hexdigest()[:16]
-        self._end = self._find_end()
+        end = self._find_end()
+        self._end = "".join(end)
         self.check()
-
-    def encode(self, kinds: Sequence[int], contents: Sequence[bytes | None]) -> list[list[int]]:
-        return self.encode_with_loss(kinds, contents)[0]
+        self.answer_ends = self._safe.encode_token(end[-1])
 
     def encode_with_loss(
         self, kinds: Sequence[int], contents: Sequence[bytes | None]
@@ -144,27 +143,17 @@ class ChatTokens(TextTokens):
             )
         return len(prompt), text.index(end) + len(end)
 
-    def _find_end(self) -> str:
-        """Text of the template after an answer, up to the last control token before the next message."""
+    def _find_end(self) -> list[str]:
+        """Text of the template after an answer, up to the last control token before the next message, split at control
+        tokens."""
         messages = _messages([kind for kind, _ in _PROBE], [_MARK + str(part) for part in range(len(_PROBE))])
         texts = [self._render(messages[:count]).partition(_MARK + "2")[2] for count in (2, 3)]
         same = takewhile(lambda pair: pair[0] == pair[1], zip(*texts, strict=False))
         return self._encoder.until_control("".join(character for character, _ in same))
 
     def _render(self, messages: Sequence[Any], answering: bool = False) -> str:
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        try:
-            texts, _ = cast(Any, render_jinja_template)(
-                conversations=[[*messages]],
-                chat_template=self._source,
-                add_generation_prompt=answering,
-                **self._names,
-            )
-        except Exception as error:  # noqa: BLE001  a template can raise anything
-            roles, reason = " ".join(message["role"] for message in messages), " ".join(str(error).split())[:200]
-            raise DataError(f"{self._where}: the chat template rejects {roles} ({reason}). Use another one.") from None
-        return texts[0]
+        source: Any = self._source
+        return render_template(self._where, source, messages, add_generation_prompt=answering, **self._names)[0]
 
     def check(self, has_system: bool = False) -> None:
         """Raises DataError if the template cannot be trained with. has_system: whether documents have SYSTEM parts."""
@@ -174,12 +163,6 @@ class ChatTokens(TextTokens):
         expected = _PLACE.sub(lambda place: texts[int(place[1])] if place[1] else place.group(), text)
         if self._render(_messages(kinds, texts)) != expected:
             raise DataError(f"{self._where}: the chat template changes the text of messages. Use one that does not.")
-
-    @property
-    def answer_ends(self) -> list[int]:
-        """Ids of the control tokens that end an answer."""
-        ids, masks = self.encode_with_loss([PROMPT, TEXT], [b"?", b"?"])
-        return [token for token, is_learned in zip(ids[1], masks[1], strict=True) if is_learned][-1:]
 
 
 def _messages(kinds: Sequence[int], texts: Sequence[str]) -> list[dict[str, Any]]:

@@ -116,10 +116,10 @@ class Config(DatasetConfig):
             )
 
     def check_tokenizer(self, places: Places, source: TokenizerSource | None) -> None:
-        for name in [name for name in self.sources if source and self.sources[name].chat]:
-            assert source is not None
-            texts = self._texts(name, tokenizers.load(source.folder, source.new_tokens))
-            chats.check_system(texts, [places.data / self.sources[name].path / split for split in SPLITS])
+        for name, each in self.sources.items():
+            if source and each.chat:
+                texts = self._texts(name, tokenizers.load(source.folder, source.new_tokens))
+                chats.check_system(texts, [places.data / each.path / split for split in SPLITS])
 
     def _texts(self, name: str, tokenizer: "PreTrainedTokenizerFast") -> TextTokens:
         return chats.make_tokens(tokenizer, self.images.style, self.sources[name].chat, f"data.sources.{name}.chat")

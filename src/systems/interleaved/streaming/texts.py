@@ -35,16 +35,13 @@ class TextTokens:
         self.filler = self._safe.eos_id
         self.end = [self._safe.eos_id]
         """Last tokens of a document."""
+        self.answer_ends: list[int] = []
+        """Ids besides the end token that end an answer."""
         rules = (
             f"{RULES}/{self.begin}/{self.end}/{_plain_text_rules(tokenizer)}{'/spaced' if self._adds_spaces else ''}"
         )
         self.digest = hashlib.sha256(rules.encode()).hexdigest()[:16]
         """Digest of the rules and of how the tokenizer encodes plain text; independent of control tokens."""
-
-    @property
-    def answer_ends(self) -> list[int]:
-        """Ids besides the end token that end an answer."""
-        return []
 
     def encode_with_loss(
         self, kinds: Sequence[int], contents: Sequence[bytes | None]
@@ -103,7 +100,7 @@ def count_tokens(index: TarIndex, tar: "memoryview | Any", texts: TextTokens, wh
         parts = index.parts_of(number)
         contents = index.contents(parts, lambda offset, size: bytes(tar[offset : offset + size]), TEXTS)
         try:
-            encoded = texts.encode(parts["kind"].tolist(), contents)
+            encoded, _ = texts.encode_with_loss(parts["kind"].tolist(), contents)
         except DataError as error:
             raise DataError(f"{where}: document {number}: {error}") from None
         counts[first : first + len(parts)] = [len(ids) for ids in encoded]
