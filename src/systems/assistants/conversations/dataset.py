@@ -268,12 +268,8 @@ class Conversations(ConversationSamples):
     def _another_answer(self, index: int, entry: Entry) -> Sequence[Message]:
         """The conversation with its last answer replaced by another conversation's, the same one in every epoch."""
         messages = entry.conversation
-        other = (
-            (index + draws("answers", self._seed, index).randrange(1, len(self))) % len(self)
-            if len(self) > 1
-            else index
-        )
-        others = self._rows.entry(self._contents[other]).conversation
+        step = draws("answers", self._seed, index).randrange(1, len(self)) if len(self) > 1 else 0
+        others = self._rows.entry(self._contents[(index + step) % len(self)]).conversation
         place = max(place for place, message in enumerate(messages) if message.role == "assistant")
         answer = next((message for message in reversed(others) if message.role == "assistant"), messages[place])
         return [*messages[:place], replace(answer, tags={}, tools=()), *messages[place + 1 :]]
