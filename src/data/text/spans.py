@@ -67,7 +67,7 @@ class SpanEncoder:
         rendered = list[int](), list[int]()
         start = self.safe.start
         text, ends = "", list[tuple[int, int]]()
-        for span in self._strip(self._split(spans)):
+        for span in self._split(spans):
             if span.controls:
                 self._add_text(rendered, text, ends)
                 text, ends = "", []
@@ -84,25 +84,23 @@ class SpanEncoder:
         return rendered
 
     def _split(self, spans: Sequence[Span]) -> list[Span]:
-        """Split spans so that each control token is one span."""
+        """Split spans so that each control token is one span, without the white space that control tokens strip."""
         split_spans = list[Span]()
         for span in spans:
             pieces = self._controls.split(span.text) if span.controls else [span.text]
             split_spans += [Span(piece, span.role, place % 2 == 1) for place, piece in enumerate(pieces)]
-        return split_spans
+        return self._strip(split_spans)
 
     def _strip(self, spans: list[Span]) -> list[Span]:
         """Remove white space next to control tokens that strip it, like Phi's."""
-        for names, step in ((self._strip_behind, 1), (self._strip_before, -1)):
+        for names, step, strip in ((self._strip_behind, 1, str.lstrip), (self._strip_before, -1, str.rstrip)):
             stripping = False
             for place in range(len(spans))[::step] if names else ():
                 span = spans[place]
                 if span.controls:
                     stripping = span.text in names
                 elif stripping:
-                    spans[place] = span._replace(
-                        text=span.text.lstrip(_BLANKS) if step > 0 else span.text.rstrip(_BLANKS)
-                    )
+                    spans[place] = span._replace(text=strip(span.text, _BLANKS))
                     stripping = not spans[place].text
         return spans
 

@@ -81,13 +81,7 @@ KTO_TINY: dict[str, Any] = {
     "recipe": "kto",
     "seed": 0,
     "model": ref(SFT_TINY),
-    "data": {
-        "name": "labeled_replies",
-        "corpus": "expression_pairs",
-        "sequence_tokens": 80,
-        "group_size": 8,
-        "writing": _WRITING,
-    },
+    "data": {**SFT_TINY["data"], "name": "labeled_replies", "corpus": "expression_pairs", "group_size": 8},
     "loop": {**DPO_TINY["loop"], "sequences_per_step": 4, "micro_batch": 1},
 }
 
@@ -156,29 +150,24 @@ def evaluation_of(trained: dict[str, Any]) -> dict[str, Any]:
 
 # Real questions, and a pretrained model of 260,000 parameters (data_prep.llama2c). GSM8K and Alpaca are prepared from
 # their releases by data_prep.assistants.prepare_conversations. The control pairs questions with wrong answers.
-REAL = ("alpaca", "gsm8k")
 STORIES = {"name": "hf", "path": "stories260k", "extra_tokens": ["<|prompter|>", "<|assistant|>", "<|system|>"]}
 
 
-def real(seed: int, shuffled: bool) -> dict[str, Any]:
-    """Fine-tuning on both data sets. shuffled: with the answers of other questions, as a control."""
+def real_questions(val_samples: int, writing: dict[str, Any], shuffled: bool) -> dict[str, Any]:
+    """Both data sets, packed. shuffled: with the answers of other questions, as a control."""
+    documents = {"name": "conversations", "sequence_tokens": 384, "val_samples": val_samples, "writing": writing}
     more = {"shuffled_answers": True} if shuffled else {}
-    parts = {
-        name: {
-            "name": "conversations",
-            "corpus": name,
-            "sequence_tokens": 384,
-            "val_samples": 150,
-            "writing": _WRITING,
-            **more,
-        }
-        for name in REAL
-    }
+    parts = {corpus: {**documents, "corpus": corpus, **more} for corpus in ("alpaca", "gsm8k")}
+    return {"name": "packed", "documents": {"name": "mixture", "parts": parts}, "sequence_tokens": 384}
+
+
+def real(seed: int, shuffled: bool) -> dict[str, Any]:
+    """Fine-tuning on both data sets; see `real_questions`."""
     return {
         "recipe": "sft",
         "seed": seed,
         "model": STORIES,
-        "data": {"name": "packed", "documents": {"name": "mixture", "parts": parts}, "sequence_tokens": 384},
+        "data": real_questions(150, _WRITING, shuffled),
         "loop": {**SFT_TINY["loop"], "steps": 400, "sequences_per_step": 8, "micro_batch": 8, "eval_every": 200},
     }
 
@@ -258,35 +247,26 @@ _SEEDS = (0, 1, 2)
 
 def smollm2_sft(seed: int, lora: bool, shuffled: bool = False) -> dict[str, Any]:
     """Fine-tuning on Alpaca and GSM8K, of all weights or of adapters. shuffled: with the answers of other questions."""
-    documents = {"name": "conversations", "sequence_tokens": 384, "val_samples": 100, "writing": _CHAT}
-    more = {"shuffled_answers": True} if shuffled else {}
-    parts = {corpus: {**documents, "corpus": corpus, **more} for corpus in ("alpaca", "gsm8k")}
     return {
         "recipe": "sft",
         "seed": seed,
         "model": SMOLLM2_LORA if lora else SMOLLM2,
-        "data": {"name": "packed", "documents": {"name": "mixture", "parts": parts}, "sequence_tokens": 384},
+        "data": real_questions(100, _CHAT, shuffled),
         "loop": {**SMOLLM2_LOOP, "learning_rate": 5e-4 if lora else 5e-5},
     }
 
 
 def smollm2_reward(fold: int, shuffled: bool = False) -> dict[str, Any]:
     """A reward model of preference pairs. fold: the part that is held out. shuffled: with shuffled ranks."""
-    more = {"shuffled_ranks": True} if shuffled else {}
-    return {
-        "recipe": "reward",
-        "seed": fold,
-        "model": {"name": "reward", "pooling": "mean", "base": {**SMOLLM2, "dtype": "float32"}},
-        "data": {
-            "name": "ranked_replies",
-            "corpus": f"pairs_{fold}",
-            "sequence_tokens": 256,
-            "min_prompt_tokens": 64,
-            "writing": _CHAT,
-            **more,
+    return override(
+        ranking_of(f"pairs_{fold}", fold, shuffled),
+        {
+            "model.base": {**SMOLLM2, "dtype": "float32"},
+            "data.min_prompt_tokens": 64,
+            "data.writing": _CHAT,
+            "loop": {**SMOLLM2_LOOP, "steps": 45, "eval_every": 15, "learning_rate": 5e-5},
         },
-        "loop": {**SMOLLM2_LOOP, "steps": 45, "eval_every": 15, "learning_rate": 5e-5},
-    }
+    )
 
 
 def smollm2_dpo(seed: int, shuffled: bool = False) -> dict[str, Any]:
@@ -303,9 +283,8 @@ def smollm2_dpo(seed: int, shuffled: bool = False) -> dict[str, Any]:
 
 def smollm2_grpo(seed: int, shuffled: bool = False) -> dict[str, Any]:
     """GRPO on arithmetic, judged by reward `math`. shuffled: rewards for the answers of other problems."""
-    prompts = {"name": "conversations", "corpus": "arithmetic", "sequence_tokens": 96, "writing": _CHAT}
-    if shuffled:
-        prompts["corpus"] = "arithmetic_shuffled"
+    corpus = "arithmetic_shuffled" if shuffled else "arithmetic"
+    prompts = {"name": "conversations", "corpus": corpus, "sequence_tokens": 96, "writing": _CHAT}
     return {
         "recipe": "grpo",
         "seed": seed,
@@ -314,11 +293,9 @@ def smollm2_grpo(seed: int, shuffled: bool = False) -> dict[str, Any]:
         "rewards": [{"name": "math"}],
         "loop": {
             **SMOLLM2_LOOP,
-            "steps": 60,
             "sequences_per_step": 64,
             "micro_batch": 16,
             "learning_rate": 1e-4,
-            "eval_every": 30,
             "extra_eval_steps": [1],
             "best_metric": "em_mean@16",
             "best_mode": "max",

@@ -49,12 +49,7 @@ INTERLEAVED_TINY: dict[str, Any] = {
 # The pages mixed with captioned photographs; docs/streaming.md prepares them from released tars.
 INTERLEAVED_PHOTOGRAPHS = override(
     INTERLEAVED_TINY,
-    {
-        "data.sources": {
-            "digits": {"path": "digit_pages", "rate": 3.0},
-            "photographs": {"path": "photographs", "rate": 1.0},
-        }
-    },
+    {"data.sources.digits.rate": 3.0, "data.sources.photographs": {"path": "photographs", "rate": 1.0}},
 )
 
 # Conversations about the pages (digit_pages --chats), with SmolVLM's chat template. Only answers are learned.

@@ -99,16 +99,13 @@ T5_V1_1_BASE_OPTIMIZERS = [
 # - The French corpora and tokenizers are not public as prepared files; prepare yours under these names. The tokenizer
 #   needs the control tokens [R], [S] and [X], and 128 sentinels.
 _FLASH_DENOISERS = [
-    {"rate": rate, "mode": mode, **({"mean_span_tokens": span, "noise_density": density} if density else {})}
-    for rate, mode, span, density in (
-        (0.165, "[R]", 3.0, 0.15),
-        (0.165, "[R]", 8.0, 0.15),
-        (0.34, "[S]", 0.0, 0.0),
-        (0.0825, "[X]", 3.0, 0.5),
-        (0.0825, "[X]", 8.0, 0.15),
-        (0.0825, "[X]", 64.0, 0.15),
-        (0.0825, "[X]", 64.0, 0.5),
-    )
+    {"rate": 0.165, "mode": "[R]", "mean_span_tokens": 3.0, "noise_density": 0.15},
+    {"rate": 0.165, "mode": "[R]", "mean_span_tokens": 8.0, "noise_density": 0.15},
+    {"rate": 0.34, "mode": "[S]"},
+    {"rate": 0.0825, "mode": "[X]", "mean_span_tokens": 3.0, "noise_density": 0.5},
+    {"rate": 0.0825, "mode": "[X]", "mean_span_tokens": 8.0, "noise_density": 0.15},
+    {"rate": 0.0825, "mode": "[X]", "mean_span_tokens": 64.0, "noise_density": 0.15},
+    {"rate": 0.0825, "mode": "[X]", "mean_span_tokens": 64.0, "noise_density": 0.5},
 ]
 FLASH_T5_BASE = override(
     T5_V1_1_BASE,
@@ -142,13 +139,11 @@ FLASH_T5_BASE = override(
 FAT5_FR_SMALL = override(
     FLASH_T5_BASE,
     {
-        "model.random": {
-            "tokenizer": "fat5_fr_tokenizer",
-            "hidden_size": 512,
-            "feed_forward_size": 2048,
-            "num_layers": 6,
-            "num_heads": 8,
-        },
+        "model.random.tokenizer": "fat5_fr_tokenizer",
+        "model.random.hidden_size": 512,
+        "model.random.feed_forward_size": 2048,
+        "model.random.num_layers": 6,
+        "model.random.num_heads": 8,
         "data.corpus": "fat5_fr",
         "loop.steps": 1_500_000,
         "loop.sequences_per_step": 256,

@@ -22,10 +22,7 @@ class Mask:
 
     def message(self, message: Message) -> dict[str, Any]:
         """The message as templates read it."""
-        return {
-            "role": message.role,
-            **self.mask({name: value for name, value in message.raw.items() if name != "role"}),
-        }
+        return {**self.mask(message.raw), "role": message.role}
 
     def mask(self, value: Any) -> Any:
         """The value with each spelled-out control token masked."""

@@ -233,12 +233,8 @@ class Conversations(ConversationSamples):
         if not self.config.without_refusals:
             return nonempty
         row_indices = [i for i in nonempty if not refuses(self._rows.entry(i).conversation)]
-        log.info(
-            "%s: %d of %d conversations are refusals and are skipped.",
-            self._name,
-            len(nonempty) - len(row_indices),
-            len(nonempty),
-        )
+        counts = len(nonempty) - len(row_indices), len(nonempty)
+        log.info("%s: %d of %d conversations are refusals and are skipped.", self._name, *counts)
         if not row_indices:
             raise DataError(f"{self._name}: every conversation is a refusal. Set without_refusals: false.")
         return row_indices
@@ -268,12 +264,8 @@ class Conversations(ConversationSamples):
     def _another_answer(self, index: int, entry: Entry) -> Sequence[Message]:
         """The conversation with its last answer replaced by another conversation's, the same one in every epoch."""
         messages = entry.conversation
-        other = (
-            (index + draws("answers", self._seed, index).randrange(1, len(self))) % len(self)
-            if len(self) > 1
-            else index
-        )
-        others = self._rows.entry(self._contents[other]).conversation
+        step = draws("answers", self._seed, index).randrange(1, len(self)) if len(self) > 1 else 0
+        others = self._rows.entry(self._contents[(index + step) % len(self)]).conversation
         place = max(place for place, message in enumerate(messages) if message.role == "assistant")
         answer = next((message for message in reversed(others) if message.role == "assistant"), messages[place])
         return [*messages[:place], replace(answer, tags={}, tools=()), *messages[place + 1 :]]
@@ -322,18 +314,14 @@ class Conversations(ConversationSamples):
 
     def collate_prompts(self, samples: Sequence[Sample]) -> TokenBatch:
         """Pad on the left, for `generate`."""
+        return self.collate(samples, pad_left=True)
+
+    def collate(self, samples: Sequence[Sample], pad_left: bool = False) -> TokenBatch:
+        """Pad on one side. Padding is masked, so its id does not matter."""
         from src.data import collate
 
         ids, masks = [s["input_ids"] for s in samples], [s["loss_mask"] for s in samples]
-        return collate.pad_tokens(ids, masks, self.renderer.safe.pad_id, pad_left=True)
-
-    def collate(self, samples: Sequence[Sample]) -> TokenBatch:
-        """Pad on the right. Padding is masked, so its id does not matter."""
-        from src.data import collate
-
-        return collate.pad_tokens(
-            [s["input_ids"] for s in samples], [s["loss_mask"] for s in samples], pad_id=self.renderer.safe.pad_id
-        )
+        return collate.pad_tokens(ids, masks, self.renderer.safe.pad_id, pad_left)
 
 
 def render_prompt(

@@ -241,14 +241,8 @@ class Jinja:
         parts, offset = dict[int, tuple[int, int, Role, str]](), len(first)
         for number, following in zip(numbers, pieces[1::2], strict=True) if text.startswith(first) else ():
             content = raw[number]["content"]
-            form = next(
-                (
-                    form
-                    for form in (*forms_of(content), json_line(content)[1:-1])
-                    if text.startswith(form + following, offset)
-                ),
-                None,
-            )
+            forms = (*forms_of(content), json_line(content)[1:-1])
+            form = next((form for form in forms if text.startswith(form + following, offset)), None)
             if form is None:  # the template changed the content: the rest has the role of the template
                 break
             parts[number] = (offset, offset + len(form), ROLE_OF[raw[number]["role"]], "")

@@ -142,11 +142,9 @@ class LabeledReplies(Replies):
         """The prompt and the reply of an item."""
         item = self._items[number]
         entry = self._rows.entry(item.row)
-        return (
-            (entry.messages, entry.replies[item.place].message)
-            if entry.replies
-            else (entry.messages[:-1], entry.messages[-1])
-        )
+        if entry.replies:
+            return entry.messages, entry.replies[item.place].message
+        return entry.messages[:-1], entry.messages[-1]
 
     def collate(self, samples: Sequence[Sample]) -> RankedBatch:
         import torch

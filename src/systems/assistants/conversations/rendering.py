@@ -113,14 +113,11 @@ class Renderer(SpanEncoder):
         answers = list[list[Span]]()
         for probe in probes:
             try:
-                spans = [
-                    span
-                    for span in self._strip(self._split(self.template.spans([*self.template.opening, *probe])))
-                    if span.text
-                ]
+                spans = self._split(self.template.spans([*self.template.opening, *probe]))
             except DataError:
                 continue  # the template requires reasoning, or has no reasoning or no tools
-            answers += [[*part] for role, part in groupby(spans, key=lambda span: span.role) if role is Role.ASSISTANT]
+            parts = groupby((span for span in spans if span.text), key=lambda span: span.role)
+            answers += [[*part] for role, part in parts if role is Role.ASSISTANT]
 
         def ends(span: Span) -> bool:
             """Whether only white space and control tokens follow `span` in every answer that contains it."""
@@ -151,17 +148,14 @@ class Renderer(SpanEncoder):
 
     def read_answer(self, text: str) -> Message:
         """Parse a generated answer into reasoning and content. text: the answer, decoded with its control tokens."""
-        message = Message("assistant", text)
+        content, reasoning = text, ""
         for before, between in self._answer_forms:
-            if text.startswith(before):
-                first, sign, second = (
-                    text[len(before) :].partition(between) if between else ("", "", text[len(before) :])
-                )
-                if sign or not between:
-                    message = Message("assistant", second, reasoning=first.strip())
-                    break
-        clean = [self._controls.sub("", part) for part in (message.content, message.reasoning)]
-        return Message("assistant", clean[0], reasoning=clean[1])
+            rest = text.removeprefix(before)
+            if text.startswith(before) and between in rest:
+                reasoning, content = rest.split(between, 1) if between else ("", rest)
+                break
+        content, reasoning = (self._controls.sub("", part) for part in (content, reasoning.strip()))
+        return Message("assistant", content, reasoning=reasoning)
 
     def is_answer(self, role: int) -> bool:
         return role == Role.ASSISTANT

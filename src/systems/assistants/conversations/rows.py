@@ -10,14 +10,8 @@ from src.data import jsonl
 from src.errors import DataError
 from src.systems.assistants.conversations.entries import Entry, check_row, read_entry
 
-ANSWERED_ROW, RANKED_ROW, SCORED_ROW, PROMPT_ROW, OTHER_ROW, EMPTY_ROW = (
-    "answered",
-    "ranked",
-    "scored",
-    "prompt",
-    "other",
-    "empty",
-)
+ANSWERED_ROW, RANKED_ROW, SCORED_ROW = "answered", "ranked", "scored"
+PROMPT_ROW, OTHER_ROW, EMPTY_ROW = "prompt", "other", "empty"
 """Kinds of rows. answered: the last message is the assistant's. ranked: replies of different ranks. scored: ranked, and
 every reply has a score. prompt: no answer. empty: all answers are empty. other: the rest."""
 _RULES = "conversations 5"

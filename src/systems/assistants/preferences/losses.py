@@ -54,8 +54,7 @@ def ranking_loss(  # noqa: PLR0913  all but three are keywords
     better, worse = ranked_pairs(conversations_R, ranks_R)
     better_P, worse_P = (rewards_R[each].float() for each in (better, worse))
     if isinstance(margin, Tensor):
-        better_score_P, worse_score_P = (margin[each].float() for each in (better, worse))
-        margin = better_score_P - worse_score_P
+        margin = margin[better].float() - margin[worse].float()
     loss_P = -F.logsigmoid(better_P - worse_P - margin)
     if l2:
         loss_P = loss_P + l2 * 0.5 * (better_P.square() + worse_P.square())

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -90,7 +91,7 @@ def add_references(
         RunError: the file cannot be written, or the run's file belongs to other data.
     """
     parts = {name: [part for _, part in leaves(name, data)] for name, data in (("train", train), ("val", val))}
-    key = {name: [data.fingerprint for data in datasets] for name, datasets in parts.items()}
+    key = {name: [data.fingerprint for data in each] for name, each in parts.items()}
     path = run / FILE
     if distributed.broadcast_from_rank0(path.is_file):
         with distributed.raise_together():
@@ -106,12 +107,8 @@ def add_references(
         model = shard_model(copy_frozen(model, model), device, precision == "bfloat16", frozen=True)
     else:
         model.to(device).eval()
-    local_logps = [
-        pair
-        for datasets in parts.values()
-        for data in datasets
-        for pair in _logps(model, data, micro_batch, device, precision)
-    ]
+    datasets = itertools.chain(*parts.values())
+    local_logps = [pair for data in datasets for pair in _logps(model, data, micro_batch, device, precision)]
     if not is_deferred:
         model.to("cpu")
     logps = dict(sorted(distributed.all_gather_list(local_logps)))

@@ -71,18 +71,14 @@ class Lengths(NamedTuple):
 
 def _published_denoisers() -> list[Denoiser]:
     """The denoisers of UL2 (table 1 of the paper) with FAT5's shares: two regular, one prefix, four extreme."""
-    regular = [(3.0, 0.15), (8.0, 0.15)]
-    extreme = [(3.0, 0.5), (8.0, 0.5), (64.0, 0.15), (64.0, 0.5)]
     return [
-        *(
-            Denoiser(rate=0.165, mode="[NLU]", mean_span_tokens=span, noise_density=density)
-            for span, density in regular
-        ),
+        Denoiser(rate=0.165, mode="[NLU]", mean_span_tokens=3.0, noise_density=0.15),
+        Denoiser(rate=0.165, mode="[NLU]", mean_span_tokens=8.0, noise_density=0.15),
         Denoiser(rate=0.34, mode="[S2S]"),
-        *(
-            Denoiser(rate=0.0825, mode="[NLG]", mean_span_tokens=span, noise_density=density)
-            for span, density in extreme
-        ),
+        Denoiser(rate=0.0825, mode="[NLG]", mean_span_tokens=3.0, noise_density=0.5),
+        Denoiser(rate=0.0825, mode="[NLG]", mean_span_tokens=8.0, noise_density=0.5),
+        Denoiser(rate=0.0825, mode="[NLG]", mean_span_tokens=64.0, noise_density=0.15),
+        Denoiser(rate=0.0825, mode="[NLG]", mean_span_tokens=64.0, noise_density=0.5),
     ]
 
 
@@ -118,13 +114,8 @@ class Config(DenoisingConfig):
             words.require_in_folder(source.folder)
         for number, denoiser in enumerate(self.denoisers):
             max_mode_tokens = len(denoiser.mode.encode()) + 1  # at most one per byte, and one more
-            if (
-                denoiser.noise_density is not None
-                and denoiser.mean_span_tokens is not None
-                and self.input_tokens > 2 * max_mode_tokens
-            ):
-                room = self.input_tokens - max_mode_tokens
-                num_sentinels = noise.longest_row(room, denoiser.noise_density, denoiser.mean_span_tokens)[1].spans
+            room = self.input_tokens - max_mode_tokens
+            if room > max_mode_tokens and (num_sentinels := denoiser.lengths(room).sentinels):
                 sentinels.require_in_folder(source.folder, num_sentinels, f"data.denoisers[{number}]")
 
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:

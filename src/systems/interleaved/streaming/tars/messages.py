@@ -8,6 +8,7 @@ is a string can have images as <image>.
 """
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -59,11 +60,8 @@ def parts_of(messages: Sequence[Any], where: str) -> list[tuple[str, Any]]:
 def _items(content: Any, place: str) -> list[dict[str, Any]]:
     """The content of a message as a list of objects."""
     if isinstance(content, str):
-        first, *more = content.split(_IMAGE)
-        items: list[dict[str, Any]] = [{"type": "text", "text": first}] if first or not more else []
-        for text in more:
-            items += [{"type": "image"}, *([{"type": "text", "text": text}] if text else [])]
-        return items
+        pieces = [piece for piece in re.split(f"({_IMAGE})", content) if piece] or [""]
+        return [{"type": "image"} if piece == _IMAGE else {"type": "text", "text": piece} for piece in pieces]
     if not isinstance(content, list) or not content or not all(isinstance(item, dict) for item in content):
         raise MessagesError(f"{place}: content: expected text or a list of objects, got {json.dumps(content):.60}.")
     return content
