@@ -78,7 +78,7 @@ def act(args: argparse.Namespace) -> int:
     from src.errors import ConfigError
     from src.experiments.config import Places
     from src.launch import actions, resources
-    from src.runs import parents, plan
+    from src.runs import inputs, parents, plan
     from src.runs.store import RunStore
     from src.support import distributed
 
@@ -124,6 +124,11 @@ def act(args: argparse.Namespace) -> int:
     saving = arguments.saving_options(args)
     for exp_id, lines in plan.find_unkept_steps(items, places, store, saving, reset).items():
         problems.setdefault(exp_id, []).extend(lines)
+    for exp_id, line in inputs.find_changed_data(items, places, store, reset).items():
+        if store[exp_id].state_or_damage != "done":
+            problems.setdefault(exp_id, []).append(line)
+        elif distributed.is_main():
+            documents.warn([f"warning: {line}"])
     messages = plan.merge_problems(problems, all_items)
     if args.dry_run:
         memory = plan_memory(args, items, places) if args.memory or args.cost else None

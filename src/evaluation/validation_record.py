@@ -8,9 +8,9 @@ from src.experiments.dataset_protocols import Dataset, content_of
 from src.files import write_json
 from src.runs.context import Run
 from src.runs.environment import evaluation_digest
+from src.runs.inputs import content_samples
 from src.runs.store import VALIDATION
 from src.support import distributed
-from src.training.state import content_samples
 from src.training.validation import SampleSums
 
 MAX_ROWS = 4096
@@ -44,7 +44,7 @@ def write(run: Run, step: int, parts: Mapping[str, Dataset], samples: Sequence[S
 
     def replace() -> None:
         run.dir.confirm()
-        facts = {"code": evaluation_digest(), "content": content_samples(run)}
+        facts = {"code": evaluation_digest(), "content": content_samples(run.dir.exp, run.places)}
         write_json(run.path / VALIDATION, {**record, **facts})
 
     distributed.broadcast_from_rank0(replace)

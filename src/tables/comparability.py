@@ -9,10 +9,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from src.errors import CheckpointError, ConfigError, RunError, UserError
+from src.errors import ConfigError, RunError, UserError
 from src.files import read_json
 from src.runs import jsonl_records, ledger
-from src.runs.checkpoints import checkpoints
+from src.runs.inputs import CONTENT, recorded_inputs
 from src.runs.store import PERF, VALIDATION, SavedRun
 from src.tables.results import FINISHED, SEED, Row, config_keys, spell
 
@@ -22,9 +22,6 @@ LOSSES = (PER_BYTE, "val_loss", "val_perplexity")
 """Scores of the text of the validation data, which no setting of generated answers changes."""
 _ANSWER_KEYS = ("answers", "gains", "harness", "inference", "predictions", "ranking", "reward", "rewards", "sampled")
 """Parts of an experiment that set how its answers are scored. Keys that start with "val_" choose validation data."""
-_CONTENT = "content of "
-"""Start of the names of digests of prepared data, which both splits have. Experiments can read different data, but data
-of one name must be equal."""
 _MAX_COVERAGE_RATIO = 1.1
 """Maximum ratio of the bytes, or tokens, of two validations of the same data with different settings of the data. Each
 sequence begins with a token that is not scored, so their length matters."""
@@ -96,7 +93,7 @@ def require_same_evaluation(base: Family, candidate: Family, metric: str) -> lis
     for name in dict.fromkeys(name for of_run in facts.values() for name in of_run):
         if name == "tokenizer" and not per_token:
             continue
-        of_runs = {run: each.get(name) for run, each in facts.items() if name in each or not name.startswith(_CONTENT)}
+        of_runs = {run: each.get(name) for run, each in facts.items() if name in each or not name.startswith(CONTENT)}
         first_run, first = next(iter(of_runs.items()))
         for run, value in of_runs.items():
             if value != first:
@@ -130,7 +127,7 @@ def require_same_evaluation(base: Family, candidate: Family, metric: str) -> lis
 def _evaluation_facts(family: Family, row: Row, metric: str) -> dict[str, Any]:
     """The evaluation of a run by name; None for unknown facts."""
     run, record = SavedRun(family.folder / row["exp_id"]), family.records.get(row["exp_id"], {})
-    inputs = training_inputs(run)
+    inputs = recorded_inputs(run)
     settings = {
         key: row[key]
         for key in config_keys(row)
@@ -141,7 +138,7 @@ def _evaluation_facts(family: Family, row: Row, metric: str) -> dict[str, Any]:
         "validation data": record.get("data", inputs.get("data")),
         "settings of the evaluation": settings,
         "tokenizer": inputs.get("tokenizer"),
-        **{name: value for name, value in inputs.items() if name.startswith(_CONTENT)},
+        **{name: value for name, value in inputs.items() if name.startswith(CONTENT)},
         **record.get("content", {}),
     }
 
@@ -165,15 +162,6 @@ def _shorten(value: Any) -> str:
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 
-def training_inputs(run: SavedRun) -> dict[str, Any]:
-    """Fingerprints of the inputs of the training, from the newest checkpoint; empty without a checkpoint."""
-    for checkpoint in reversed(checkpoints.list_all(run.path)):
-        if state := read_json(checkpoint / "state.json", CheckpointError, None):
-            inputs = state.get("inputs") if isinstance(state, dict) else None
-            return inputs if isinstance(inputs, dict) else {}
-    return {}
-
-
 def differences(base: Family, candidate: Family, seed: str = SEED) -> dict[str, dict[str, list[Any]]]:
     """{"experiment", "code", "data"} -> {key: [values in the base, values in the candidate]}; only differences."""
     seeds = {row.get(seed): row for row in candidate.rows}
@@ -183,7 +171,7 @@ def differences(base: Family, candidate: Family, seed: str = SEED) -> dict[str, 
     sections = {
         "experiment": {key: [one.get(key), other.get(key)] for key in keys if spell(one, key) != spell(other, key)}
     }
-    for name, read in (("code", _code), ("data", training_inputs)):
+    for name, read in (("code", _code), ("data", recorded_inputs)):
         sides = [_merge(map(read, family.runs)) for family in (base, candidate)]
         changed_keys = [key for key in dict.fromkeys([*sides[0], *sides[1]]) if sides[0].get(key) != sides[1].get(key)]
         sections[name] = {key: [side.get(key) for side in sides] for key in changed_keys}

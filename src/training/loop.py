@@ -21,6 +21,7 @@ from src.runs import environment, ledger
 from src.runs.checkpoints import checkpoints
 from src.runs.context import BRIEF_ROW_EVERY, Run
 from src.runs.history import branches
+from src.runs.inputs import content_samples
 from src.runs.store import CODE_VERSIONS
 from src.support import distributed
 from src.support.weights import AVERAGE
@@ -39,7 +40,7 @@ from src.training.parallel import choice, memory
 from src.training.parallel.engine import Engine
 from src.training.profile import StepProfiler
 from src.training.spec import TrainSpec
-from src.training.state import IntervalTotals, State, content_samples
+from src.training.state import IntervalTotals, State
 from src.training.stopping.early_stopping import ModelSelection
 from src.training.stopping.stop_conditions import StopConditions
 
@@ -126,7 +127,7 @@ class Loop:
         self.guard = DivergenceGuard(
             run, config, Source(spec.train, spec.about.tokenizer, self.branches, self.order), self.saver.wait
         )
-        content = distributed.broadcast_from_rank0(lambda: content_samples(run))
+        content = distributed.broadcast_from_rank0(lambda: content_samples(run.dir.exp, run.places))
         self.state = State(inputs={**spec.inputs, **content})
         self.row_every = run.options.log_every or config.eval_every
         self.brief_every = 0 if run.options.log_every else BRIEF_ROW_EVERY

@@ -1,23 +1,19 @@
 """State of the loop, without weights and optimizer, saved in each checkpoint's state.json."""
 
 import hashlib
-import json
 import math
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from src import files
 from src.data.orders import Cursor
-from src.errors import CheckpointError, DataError, RunError
+from src.errors import CheckpointError, RunError
 from src.experiments.dataset_protocols import Dataset
 from src.runs import parents
 from src.runs.context import Run
+from src.runs.inputs import CONTENT
 
-CONTENT = "content of "
-"""Prefix of the input names of `content_samples`."""
 TOTALS = ("since_row", "since_brief_row")
 """Fields of `State` of type `IntervalTotals`."""
 
@@ -150,33 +146,3 @@ def fingerprints(run: Run, data: Dataset, tokenizer: Any, pretrained: str | None
         "tokenizer": hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest(),
         **{f"parent {name}": digest for name, digest in of_parents.items()},
     }
-
-
-def content_samples(run: Run) -> dict[str, str]:
-    """{"content of NAME": digest} for each prepared data set of the experiment.
-
-    A data set's fingerprint covers only its manifest; this covers samples of the files, about 6 MiB per data set. It
-    detects changed files, unless only a few bytes of a large file changed. Stores of encoded contexts are not sampled.
-    """
-    digests = {}
-    for name in sorted(
-        {value for value in _texts(run.dir.exp.get("data")) if os.path.isfile(run.places.data / value / files.MANIFEST)}
-    ):
-        folder = run.places.data / name
-        file_names = sorted(files.read_manifest(folder, DataError)["files"])
-        pieces = max(4, 1024 // max(1, len(file_names)))
-        with files.reading(folder, DataError):
-            samples = [[file, files.sample_digest(folder / file, 1024 * pieces, pieces)] for file in file_names]
-        digests[CONTENT + name] = hashlib.sha256(json.dumps(samples).encode()).hexdigest()
-    return digests
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """Yield every string in a JSON value except values of "name", which are kinds of data sets, not folders."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        yield from _texts([item for key, item in value.items() if key != "name"])
-    elif isinstance(value, list):
-        for item in value:
-            yield from _texts(item)

@@ -35,7 +35,7 @@ main = command.main_of(COMMAND, "How it is called.\n\nWhat it does.", add_option
 def test_a_command_makes_a_folder_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     words = ["--data_path", str(tmp_path), "--name", "toy", "--words", "a", "b"]
     assert main(words) == 0
-    assert "toy: made in" in capsys.readouterr().out
+    assert capsys.readouterr().out.endswith(" s\n")
     manifest = json.loads((tmp_path / "toy" / "manifest.json").read_text())
     assert (manifest["command"], manifest["made_from"], manifest["counts"]) == (
         COMMAND,
@@ -47,6 +47,14 @@ def test_a_command_makes_a_folder_once(tmp_path: Path, capsys: pytest.CaptureFix
     (tmp_path / "toy" / "train.jsonl").write_text('{"text": "x"}\n{"text": "b"}\n')
     assert main(words) == 0
     assert (tmp_path / "toy" / "train.jsonl").read_text().startswith('{"text": "a"}'), "what was altered is made again"
+
+
+def test_a_folder_of_other_sources_is_replaced_with_a_remark(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    words = ["--data_path", str(tmp_path), "--name", "toy", "--words"]
+    for word, remark in (("a", ""), ("b", " in place of an older folder")):
+        assert main([*words, word]) == 0
+        assert capsys.readouterr().out.endswith(f" s{remark}\n")
+        assert json.loads((tmp_path / "toy" / "train.jsonl").read_text()) == {"text": word}
 
 
 def test_a_failed_command_leaves_the_older_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -14,9 +14,8 @@ from src.experiments.config import Places
 from src.experiments.identity import exp_id
 from src.launch import snapshot
 from src.runs import environment, ledger
-from src.runs.context import Options, Run
-from src.runs.run_dir import RunDir
-from src.training.state import State, content_samples
+from src.runs.inputs import content_samples
+from src.training.state import State
 from tests import toy
 from tests.core.training import small
 
@@ -126,19 +125,57 @@ def test_data_of_the_same_size_with_other_content_are_refused(root: Path, tmp_pa
     file = tmp_path / "data" / "toy_text" / "train.jsonl"
     before = file.read_bytes()
     file.write_bytes(before.replace(b"red", b"tan"))
-    done = toy.run(root, ARGUMENTS, tmp_path)
-    assert done.returncode == 1
-    assert "inputs changed since the start of the run: content of toy_text. Restore them" in done.stderr
+    for option in ([], ["--dry-run"]):
+        done = toy.run(root, [*ARGUMENTS, *option], tmp_path)
+        assert done.returncode == 1
+        assert f"base[0]: run {RUN} has read other data: {tmp_path / 'data' / 'toy_text'} changed" in done.stderr
     file.write_bytes(before)
     assert toy.run(root, ARGUMENTS, tmp_path).returncode == 0
+
+
+NESTED = {"name": "mixture", "parts": {"first": toy.BASE["data"]}}
+
+
+@pytest.mark.parametrize("data", [toy.BASE["data"], NESTED], ids=["one", "mixture"])
+@pytest.mark.parametrize("option", [[], ["--dry-run"]], ids=["start", "dry run"])
+def test_a_finished_run_of_other_data_is_not_simply_done(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], data: dict[str, Any], option: list[str]
+):
+    toy.write_data(tmp_path / "data")
+    exp = {**toy.BASE, "data": data, "loop": {**toy.BASE["loop"], "steps": 2, "eval_every": 2}}
+    groups, words = {"base": [exp]}, ["-e", "base", *option]
+    assert toy.main(["-e", "base"], groups, tmp_path) == 0
+    assert toy.main(words, groups, tmp_path) == 0
+    assert "warning" not in capsys.readouterr().err
+    file = tmp_path / "data" / "toy_text" / "val.jsonl"
+    file.write_bytes(file.read_bytes().replace(b"red", b"tan"))
+    assert toy.main(words, groups, tmp_path) == 0
+    warning = f"warning: base[0]: run {exp_id(exp)} has read other data: {tmp_path / 'data' / 'toy_text'} changed since"
+    assert warning in capsys.readouterr().err
+    assert toy.main([*words, "-r", "1"], groups, tmp_path) == 0
+    assert "warning" not in capsys.readouterr().err
+
+
+def test_an_evaluation_of_other_data_is_not_simply_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    toy.write_data(tmp_path / "data")
+    exp = {name: value for name, value in toy.BASE.items() if name != "loop"} | {"evaluation": {"micro_batch": 2}}
+    assert toy.main(["-e", "base"], {"base": [exp]}, tmp_path) == 0
+    shutil.rmtree(tmp_path / "data" / "toy_text")
+    assert toy.main(["-e", "base"], {"base": [exp]}, tmp_path) == 0
+    assert "warning" not in capsys.readouterr().err
+    toy.write_data(tmp_path / "others")
+    file = tmp_path / "others" / "toy_text" / "val.jsonl"
+    file.write_bytes(file.read_bytes().replace(b"red", b"tan"))
+    shutil.move(tmp_path / "others" / "toy_text", tmp_path / "data")
+    assert toy.main(["-e", "base"], {"base": [exp]}, tmp_path) == 0
+    assert f"{tmp_path / 'data' / 'toy_text'} changed since" in capsys.readouterr().err
 
 
 def test_folders_called_as_kinds_of_data_are_not_sampled(tmp_path: Path):
     data = toy.write_data(tmp_path / "data")
     shutil.copytree(data / "toy_text", data / "text")
     exp = {"recipe": "small", "data": {"name": "mixture", "parts": {"a": {"name": "text", "dataset": "toy_text"}}}}
-    with RunDir.open(tmp_path / "runs", exp, exp) as run_dir:
-        assert set(content_samples(Run(run_dir, Places(data, tmp_path / "runs"), Options()))) == {"content of toy_text"}
+    assert set(content_samples(exp, Places(data, tmp_path / "runs"))) == {"content of toy_text"}
 
 
 def test_a_run_that_has_sampled_such_a_folder_resumes(tmp_path: Path):
