@@ -94,13 +94,15 @@ def make_folder(
     start = time.monotonic()
     if is_made([folder], made_from):
         return None
-    replaced = (folder / files.MANIFEST).is_file()
+    is_replacing = (folder / files.MANIFEST).is_file()
     facts: dict[str, Any] = {"command": command, "made_from": made_from}
     with files.new_directory(folder, facts) as partial_folder:
         facts |= fill(partial_folder)
     seconds = time.monotonic() - start
-    remark = " in place of an older folder" if replaced else ""
-    report(f"{folder}: made in {seconds:.1f} s{remark}", folder=folder, made=True, replaced=replaced, seconds=seconds)
+    remark = " in place of an older folder" if is_replacing else ""
+    report(
+        f"{folder}: made in {seconds:.1f} s{remark}", folder=folder, made=True, replaced=is_replacing, seconds=seconds
+    )
     return facts
 
 

@@ -12,12 +12,12 @@ from src.errors import RunError, UserError, print_errors
 from src.experiments.config import flatten
 from src.files import read_json, reading
 from src.operations import recorded_code
+from src.runs.inputs import recorded_inputs
 from src.runs.scores import SCORES
 from src.runs.store import CONFIG, DIFF, SavedRun
 from src.runs.summary import summarize
 from src.support import documents
 from src.tables import run_arguments
-from src.tables.comparability import training_inputs
 
 MAX_LINES = 40
 """Maximum number of lines of a patch in the text output."""
@@ -120,7 +120,7 @@ def _code(run: SavedRun) -> Values:
 
 def _data(run: SavedRun) -> Values:
     """Fingerprints of the training data, from the newest checkpoint."""
-    if inputs := training_inputs(run):
+    if inputs := recorded_inputs(run):
         return inputs
     raise RunError(
         f"{run.path}: no checkpoint is left that records its data, so they are unknown. Compare runs with checkpoints."

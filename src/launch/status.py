@@ -17,7 +17,8 @@ from src.files import reading
 from src.launch import submissions
 from src.launch.arguments import STATES
 from src.launch.tracking import LOOK, QueryPolicy, TrackedJob, track
-from src.runs import events, lease, parents
+from src.runs import lease, parents
+from src.runs.history import events
 from src.runs.store import EXP_DICT, RunStore, SavedRun, expand_run
 from src.support.command_line import aligned_lines
 from src.support.read_cache import ReadCache

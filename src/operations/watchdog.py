@@ -28,7 +28,8 @@ from src.errors import ConfigError, RunError, UserError
 from src.launch.logs import tail
 from src.launch.status import Row, select_runs, table
 from src.launch.tracking import ALIVE
-from src.runs import events, heartbeat, lease
+from src.runs import heartbeat, lease
+from src.runs.history import events
 from src.runs.store import PERF, STATUS, RunStore, SavedRun
 from src.support.command_line import make_parser, run_command
 from src.support.parsing import parse_json

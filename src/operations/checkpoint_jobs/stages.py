@@ -21,8 +21,9 @@ from typing import Any, cast
 from src.errors import RunError
 from src.files import MANIFEST, defect, new_directory, read_json, read_manifest, sha256, write_json, writing
 from src.operations.checkpoint_jobs.plan import Plan, Stage, Trials, open_destination
-from src.runs import events, jsonl_records
+from src.runs import jsonl_records
 from src.runs.checkpoints import checkpoints
+from src.runs.history import events
 from src.runs.lease import directory_lock
 from src.runs.store import SavedRun
 from src.support.command_line import end_session, start_bound

@@ -522,9 +522,8 @@ class TestBadInput:
         with toy.new_directory(folder / "data" / "toy_text") as folder_of_data:
             for split in ("train", "val"):
                 (folder_of_data / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        assert "inputs changed since the start of the run: content of toy_text, data." in fails(
-            ["-e", "g"], {"g": [SHORT]}, folder, capsys
-        )
+        message = f"g[0]: run {exp_id(SHORT)} has read other data: {folder / 'data' / 'toy_text'} changed"
+        assert message in fails(["-e", "g"], {"g": [SHORT]}, folder, capsys)
 
     def test_a_tokenizer_that_changed_since_the_start(self, folder: Path, capsys: pytest.CaptureFixture[str]):
         """Packed rows are cut by its tokens."""

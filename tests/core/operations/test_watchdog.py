@@ -17,7 +17,8 @@ import pytest
 from src.experiments.identity import exp_id
 from src.launch.status import format_table, table
 from src.operations import watchdog
-from src.runs import events, heartbeat, jsonl_records
+from src.runs import heartbeat, jsonl_records
+from src.runs.history import events
 from src.runs.store import STATUS, RunStore, SavedRun
 
 EXP = {"recipe": "x", "seed": 0, "loop": {"steps": 100}}

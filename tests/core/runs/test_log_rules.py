@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from src.runs import events, jsonl_records
-from src.runs.history import log_rules
+from src.runs import jsonl_records
+from src.runs.history import events, log_rules
 
 ID = "0" * 32
 NODE = "srun: error: Node failure on node-7"
@@ -282,7 +282,7 @@ def test_a_torn_line_of_the_journal_is_cut(world: World):
 SCANNER = """
 import sys
 from pathlib import Path
-from src.runs import events
+from src.runs.history import events
 events.scan(Path(sys.argv[1]), [Path(sys.argv[2])])
 print("looked", flush=True)
 while True:
