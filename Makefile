@@ -65,7 +65,7 @@ study: smollm2  ## SmolLM2-135M on real questions: cross-attention, prompting, c
 	OMP_NUM_THREADS=2 $(BIN)/python trainval.py -e $(STUDY) --log_every 50
 	$(BIN)/python -m results.table -e $(STUDY) --interval ci95 --by group data.contexts \
 	  --scores val_loss val_loss_shuffled_context inference/f1 inference/f1_wrong_context inference/em inference/em_wrong_context
-	$(BIN)/python -m results.plot -e $(STUDY) --by group --x cache_bytes_per_context_token --y inference/f1 \
+	$(BIN)/python -m results.plot -e $(STUDY) --by group --x cache_bytes_per_context_token --y inference/f1 --log_x \
 	  --output results/plots/study.png
 
 # The tests of a file stay together, and so do the files of a group: tests/conftest.py says which, and gives their order.

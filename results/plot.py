@@ -171,6 +171,7 @@ def points(
         DataError: no run has numbers for both.
     """
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
 
     rows, scores = configs.rows, results.score_names(configs.rows)
     if y not in scores:
@@ -194,7 +195,12 @@ def points(
         if n
     ]
     figure = Figure(figsize=(6.4, HEIGHT), layout="constrained", dpi=120)
-    axes = figure.add_subplot(xlabel=x, ylabel=y, xscale="log" if log_x else "linear")
+    axes = figure.add_subplot(xlabel=x, ylabel=y)
+    if log_x:
+        axes.set_xscale("log")
+        axes.minorticks_off()
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter("{x:g}")
     axes.grid(alpha=0.3)
     by_colour = {configs.colour(group): group for group in results.group_rows(point_rows, configs.keys)}
     best = [colour for group in configs.sort_best_first(y) if (colour := configs.colour(group)) in by_colour][

@@ -201,6 +201,11 @@ def test_one_point_for_each_experiment(runs: Path, tmp_path: Path, capsys: pytes
     assert plot.main([str(runs), "--x", "em", "--y", "val_loss", "--log_x", "--output", str(output)]) == 0
     assert capsys.readouterr().out == f"{output}\n"
     assert "stride=2" in output.read_text()
+    figure, _ = plot.points(runs, legend.Configurations(rows), "model.stride", "val_loss", log_x=True)
+    figure.draw_without_rendering()
+    ticks = figure.axes[0].get_xticklabels(which="both")
+    assert {"1", "2"} <= (texts := {tick.get_text() for tick in ticks})
+    assert "$" not in "".join(texts)
 
 
 @pytest.mark.slow
