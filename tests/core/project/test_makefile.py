@@ -131,14 +131,14 @@ def test_an_environment_without_pip_is_recreated(make, tmp_path: Path):
 
 def test_every_line_of_the_study_is_understood(make):
     """The recorder ran no Python: here the real parsers read what it was asked."""
-    lines = make("study", TRAINVAL_DATA="released")
-    arguments_by_module = {words[1]: words[2:] for line in lines if (words := shlex.split(line))[:1] == ["-m"]}
+    lines = [shlex.split(line) for line in make("study", TRAINVAL_DATA="released")]
+    trained = [set(arguments.parse(words[1:], "", ROOT).exp_group) for words in lines if words[0] == "trainval.py"]
+    assert set().union(*trained) <= EXP_GROUPS.keys()
     for module in (plot, table):
-        options = run_arguments.parse(module._parser(), arguments_by_module[module.__name__])
-        assert options.runs == run_arguments.RUNS
-    (training,) = (shlex.split(line)[1:] for line in lines if line.startswith("trainval.py"))
-    assert arguments.parse(training, "", ROOT).exp_group == options.groups
+        requests = [words[2:] for words in lines if words[:2] == ["-m", module.__name__]]
+        options = [run_arguments.parse(module._parser(), request) for request in requests]
+        assert [each.runs for each in options] == [run_arguments.RUNS] * len(requests)
+        assert [set(each.groups) for each in options] == trained[: len(requests)]
+    (preparation,) = (words[2:] for words in lines if words[:2] == ["-m", "data_prep.crossattn.prepare_qa"])
     prepare_qa._add_options(parser := argparse.ArgumentParser())
-    prepared_options = parser.parse_args(arguments_by_module["data_prep.crossattn.prepare_qa"])
-    assert [path.split("/")[0] for path in prepared_options.train] == ["released", "released"]
-    assert set(options.groups) <= EXP_GROUPS.keys()
+    assert [path.split("/")[0] for path in parser.parse_args(preparation).train] == ["released", "released"]
