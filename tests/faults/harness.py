@@ -7,7 +7,6 @@ while it starts, between two steps, inside a checkpoint. Whatever ends is starte
 only.
 """
 
-import argparse
 import hashlib
 import json
 import random
@@ -23,6 +22,7 @@ from pathlib import Path
 
 import psutil
 
+from src.support.command_line import make_parser
 from src.training.checkpointing import dcp_shards
 from tests import warm
 
@@ -220,9 +220,7 @@ def _end(process: TrainingProcess) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Disturb every experiment of a group; exit code 1 where one did not end as it should."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.faults.harness", description=__doc__.splitlines()[0] if __doc__ else None
-    )
+    parser = make_parser("tests.faults.harness", __doc__)
     parser.add_argument("-e", "--exp_group", required=True)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--faults", type=int, default=50, help="in all, shared between the experiments")
