@@ -14,7 +14,7 @@ from src.errors import UserError
 from src.experiments.config import Places
 from src.serving import chat
 from src.serving.pretrained import is_pretrained, load_writer, source_name
-from src.serving.terminal import Terminal
+from src.serving.terminal import CUT, EMPTY, Terminal
 from src.serving.writer import Continuation
 from src.systems.assistants.serving import page, sampling_report
 from src.systems.assistants.serving.conversation import Talk
@@ -98,6 +98,18 @@ def test_an_empty_answer_is_reported_on_stderr(capsys: pytest.CaptureFixture[str
     for text in ("what?", "what? a"):
         terminal.answer(text)
     assert capsys.readouterr() == ("\n a\n", "(empty answer)\n")
+
+
+def test_an_answer_cut_at_the_limit_is_reported_on_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The most probable token ends the answer, or is no end."""
+    model = pretrained_folders.save(tmp_path / "model")
+    for row, remark in ((model.config.eos_token_id, ""), (model.config.eos_token_id + 10, f"{CUT}\n")):
+        writer, loaded = load_writer(tmp_path / "model", PLACES)
+        with torch.no_grad():
+            loaded.lm_head.weight = torch.nn.Parameter(torch.zeros_like(loaded.lm_head.weight))
+            loaded.lm_head.bias = torch.nn.Parameter(torch.eye(len(loaded.lm_head.weight))[row])
+        Terminal(writer, [], {"max_new_tokens": 3, "do_sample": False}).answer("hello")
+        assert capsys.readouterr().err.replace(f"{EMPTY}\n", "") == remark
 
 
 def test_spelled_control_tokens_are_plain_text(tmp_path: Path):

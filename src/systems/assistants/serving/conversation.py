@@ -31,7 +31,7 @@ class Talk(Writer):
         if data is None:  # like transformers
             configured_ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
             ends, never = [*ends, *(configured_ends if isinstance(configured_ends, list) else [configured_ends])], []
-        self._ends, self._never = [*dict.fromkeys(end for end in ends if end is not None)], never or None
+        self.end_ids, self._never = [*dict.fromkeys(end for end in ends if end is not None)], never or None
         self.messages: list[Message] = []
 
     def streamer(self, show: Callable[[str], object]) -> Any:
@@ -125,8 +125,8 @@ class Talk(Writer):
             rows = self._model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                eos_token_id=self._ends or None,
-                pad_token_id=self._ends[0] if self._ends else None,
+                eos_token_id=self.end_ids or None,
+                pad_token_id=self.end_ids[0] if self.end_ids else None,
                 suppress_tokens=self._never,
                 streamer=streamer,
                 **options,
