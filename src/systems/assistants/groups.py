@@ -234,13 +234,13 @@ SMOLLM2_LORA = {
     "base": {**SMOLLM2, "dtype": "bfloat16"},
 }
 SMOLLM2_LOOP: dict[str, Any] = {
-    "steps": 60,
+    "steps": 40,
     "sequences_per_step": 8,
     "micro_batch": 2,
     "schedule": "cosine",
     "warmup_rate": 0.1,
     "precision": "bfloat16",
-    "eval_every": 30,
+    "eval_every": 20,
 }
 _SEEDS = (0, 1, 2)
 
@@ -264,7 +264,7 @@ def smollm2_reward(fold: int, shuffled: bool = False) -> dict[str, Any]:
             "model.base": {**SMOLLM2, "dtype": "float32"},
             "data.min_prompt_tokens": 64,
             "data.writing": _CHAT,
-            "loop": {**SMOLLM2_LOOP, "steps": 45, "eval_every": 15, "learning_rate": 5e-5},
+            "loop": {**SMOLLM2_LOOP, "steps": 30, "eval_every": 15, "learning_rate": 5e-5},
         },
     )
 
@@ -277,7 +277,7 @@ def smollm2_dpo(seed: int, shuffled: bool = False) -> dict[str, Any]:
         "seed": seed,
         "model": ref(smollm2_sft(seed, lora=True)),
         "data": {**ranked_replies, "max_replies": 2},
-        "loop": {**SMOLLM2_LOOP, "steps": 45, "eval_every": 15, "learning_rate": 1e-4},
+        "loop": {**SMOLLM2_LOOP, "steps": 30, "eval_every": 15, "learning_rate": 1e-4},
     }
 
 
@@ -289,18 +289,18 @@ def smollm2_grpo(seed: int, shuffled: bool = False) -> dict[str, Any]:
         "recipe": "grpo",
         "seed": seed,
         "model": SMOLLM2_LORA,
-        "data": {"name": "rollouts", "prompts": prompts, "rollouts": 64, "group_size": 8, "max_new_tokens": 16},
+        "data": {"name": "rollouts", "prompts": prompts, "rollouts": 32, "group_size": 8, "max_new_tokens": 16},
         "rewards": [{"name": "math"}],
         "loop": {
             **SMOLLM2_LOOP,
-            "sequences_per_step": 64,
+            "sequences_per_step": 32,
             "micro_batch": 16,
             "learning_rate": 1e-4,
             "extra_eval_steps": [1],
             "best_metric": "em_mean@16",
             "best_mode": "max",
         },
-        "sampled": {"questions": 100, "samples": 16, "max_new_tokens": 16, "metrics": [{"name": "squad"}]},
+        "sampled": {"questions": 50, "samples": 16, "max_new_tokens": 16, "metrics": [{"name": "squad"}]},
     }
 
 
@@ -328,8 +328,8 @@ GROUPS = {
     "assistant_tiny_reward_control": [override(REWARD_TINY, {"data.shuffled_ranks": True})],
     "smollm2_sft": [smollm2_sft(seed, lora) for lora in (False, True) for seed in _SEEDS],
     "smollm2_sft_control": [smollm2_sft(seed, lora=True, shuffled=True) for seed in _SEEDS],
-    "smollm2_reward": [smollm2_reward(fold) for fold in range(1, 6)],
-    "smollm2_reward_control": [smollm2_reward(fold, shuffled=True) for fold in range(1, 6)],
+    "smollm2_reward": [smollm2_reward(fold) for fold in (1, 2, 3)],
+    "smollm2_reward_control": [smollm2_reward(fold, shuffled=True) for fold in (1, 2, 3)],
     "smollm2_dpo": [smollm2_dpo(seed) for seed in _SEEDS],
     "smollm2_dpo_control": [smollm2_dpo(seed, shuffled=True) for seed in _SEEDS],
     "smollm2_grpo": [smollm2_grpo(seed) for seed in _SEEDS],
