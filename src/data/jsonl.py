@@ -393,7 +393,7 @@ def _known_corpora_hint(places: Places, name: str) -> str:
     return (
         f": {unknown_text('corpus', name, names, str(places.data))} These are prepared in {places.data}; a script of "
         f"data_prep adds another, a folder with {files}, or --data_path names the folder that holds it. With "
-        f"--data_path {places.data} --name {name}, questions on contexts are prepared from their releases ({_RELEASES}) by python "
-        "-m data_prep.crossattn.prepare_qa, tasks of GLUE and SuperGLUE by data_prep.t5.prepare_task, text by "
-        "data_prep.tokenize."
+        f"--data_path {places.data} --name {name}, questions on contexts are prepared from their releases ({_RELEASES})"
+        " by python -m data_prep.crossattn.prepare_qa, tasks of GLUE and SuperGLUE by data_prep.t5.prepare_task, text "
+        "by data_prep.tokenize."
     )

@@ -34,9 +34,22 @@ SOURCE = (
 """Help text of the argument that names a model."""
 
 
-def below_data(source: Path, places: Places) -> Path:
-    """The folder `source` below the prepared data, as in a model's `path`; else `source`."""
-    return places.data / source if not source.exists() and (places.data / source).is_dir() else source
+def find_source(source: Path, places: Places) -> Path:
+    """The folder `source` below the prepared data, as in a model's `path`; an id on the hub; a folder; or the save
+    directory with an id that starts with `source`.
+
+    Raises:
+        ConfigError: it is none of them, or several ids start with it.
+    """
+    source = places.data / source if not source.exists() and (places.data / source).is_dir() else source
+    if is_pretrained(source):
+        return source
+    try:
+        return expand_run(source, places.runs)
+    except ConfigError as error:
+        if _ID_START.fullmatch(source.name):
+            raise
+        raise ConfigError(f"{error} It is no model either. {how_to_get(str(source), places.data)}") from None
 
 
 def is_pretrained(source: Path) -> bool:
@@ -49,10 +62,10 @@ def is_pretrained(source: Path) -> bool:
 
 def source_name(source: Path, places: Places) -> str:
     """A short name of a model for people: an id and a step, or the name of a folder."""
-    source = below_data(source, places)
+    source = find_source(source, places)
     if is_pretrained(source):
         return source.resolve().name if source.exists() else str(source)
-    folder = checkpoint_folder(expand_run(source, places.runs))
+    folder = checkpoint_folder(source)
     return f"{folder.parents[1].name[:8]} {folder.name}"
 
 
@@ -102,17 +115,11 @@ def load_writer(source: Path, places: Places, gpu_of_8bit: str | None = None) ->
         ConfigError: the model does not generate text, or cannot be loaded in 8 bits.
         UserError: a part of the model is missing.
     """
-    source = below_data(source, places)
+    source = find_source(source, places)
     if is_pretrained(source):
         model, tokenizer = load_pretrained(source, places)
         model = quantize(model, gpu_of_8bit) if gpu_of_8bit else model
         return _writer_class("conversation" if tokenizer.chat_template else None)(model, tokenizer), model
-    try:
-        source = expand_run(source, places.runs)
-    except ConfigError as error:
-        if _ID_START.fullmatch(source.name):
-            raise
-        raise ConfigError(f"{error} It is no model either. {how_to_get(str(source), places.data)}") from None
     try:
         run = checkpoint_folder(source).parents[1]
     except CheckpointError as error:
