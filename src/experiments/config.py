@@ -142,7 +142,7 @@ class Problems(ValueError):
 C = TypeVar("C", bound=Config)
 GROUP_LIST = "`python trainval.py --list`"
 """The command that lists all groups."""
-_MOST_LISTED = 30
+_MOST_LISTED = 40
 """Length of the longest list of choices that an error prints."""
 
 
@@ -187,7 +187,7 @@ def unknown(kind: str, got: str, choices: Iterable[str], where: str, source: str
 
 
 def unknown_text(kind: str, got: str, choices: Iterable[str], source: str = "") -> str:
-    """The message of `unknown` without the place: the nearest choice, and all of them unless there are more than 30.
+    """The message of `unknown` without the place: the nearest choice, and all of them unless there are more than 40.
 
     source: where the user finds a longer list, such as a command. It is named if no choice is close to `got`.
     """

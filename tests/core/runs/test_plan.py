@@ -242,5 +242,5 @@ def test_an_unknown_run_names_the_newest_runs_and_their_folder(tmp_path: Path):
 
 
 def test_an_unknown_group_of_many_names_the_command_that_lists_them():
-    with pytest.raises(ConfigError, match=r"^-e: unknown group 'zzz'\. Known: 31, see `python trainval\.py --list`\.$"):
-        plan.load_groups({f"group_{n}": [ONE] for n in range(31)}, ["zzz"], [])
+    with pytest.raises(ConfigError, match=r"^-e: unknown group 'zzz'\. Known: 41, see `python trainval\.py --list`\.$"):
+        plan.load_groups({f"group_{n}": [ONE] for n in range(41)}, ["zzz"], [])

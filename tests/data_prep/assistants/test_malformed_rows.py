@@ -142,11 +142,6 @@ def test_a_wrong_name_in_columns_is_named(tmp_path: Path):
 
 
 def test_similar_columns_that_are_not_misspelled_are_allowed(tmp_path: Path):
-    rows = [
-        {"prompt_id": str(n), "chosen": [USER, {**ANSWER, "content": f"b{n}"}], "rejected": [USER, ANSWER]}
-        for n in range(9)
-    ]
-    rows = [{**row, "chosen": [{**USER, "content": f"{n}?"}, row["chosen"][1]]} for n, row in enumerate(rows)]
-    rows = [{**row, "rejected": [row["chosen"][0], ANSWER]} for row in rows]
+    rows = [{"prompt_id": n, "chosen": f"b{n}", "rejected": f"c{n}"} for n in range(20)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert prepare(tmp_path, "own", form="pairs", train=[str(tmp_path / "rows.jsonl")], val_rate=0.5)
+    assert prepare(tmp_path, "own", form="pairs", train=[str(tmp_path / "rows.jsonl")], fold="1/2")
