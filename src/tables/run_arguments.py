@@ -138,7 +138,7 @@ def find_run(word: str, runs: Path) -> Path:
                 if name.startswith(start) and _ID.fullmatch(name) and (folder / name).is_dir()
             ]
     if len(matches) != 1:
-        raise unknown_run(word or "''", start, folder, matches, "no such folder")
+        raise unknown_run(word or "''", start, folder, matches, "no such folder of runs")
     return folder / matches[0]
 
 

@@ -17,7 +17,7 @@ ALPACA = {"instruction": "a", "output": "b"}
 TREE = {"tree_state": "ready_for_export", "prompt": {"text": "a", "role": "prompter", "lang": "en"}}
 
 
-def refused(tmp_path: Path, form: str, row: dict[str, Any], good: dict[str, Any], **options: Any) -> str:
+def error_of(tmp_path: Path, form: str, row: dict[str, Any], good: dict[str, Any], **options: Any) -> str:
     """The error, after "FILE:2: ", for a file with a good and a malformed row."""
     source = tmp_path / "rows.jsonl"
     source.write_text(f"{json.dumps(good)}\n{json.dumps(row)}\n")
@@ -68,14 +68,14 @@ def test_an_unknown_role_is_refused_with_its_place(
         "ranked": {"messages": [USER], "replies": [{"content": "b", "rank": 0}, {"content": "c", "rank": 1}]},
         "oasst": TREE,
     }
-    message = refused(tmp_path, form, row, good[form])
+    message = error_of(tmp_path, form, row, good[form])
     assert message.startswith(f"{place}: unknown role {role!r}.")
     known_roles = {"sharegpt": ["gpt", "human"], "ranked": ["assistant", "system", "tool", "user"]}
     assert message.endswith(f"Known: {', '.join(known_roles.get(form, sorted(ROLES)))}.")
 
 
 @pytest.mark.parametrize(
-    ("form", "good", "renamed", "names"),
+    ("form", "good", "new_names", "names"),
     [
         ("messages", MESSAGES, {"messages": "message"}, "'messages' or 'conversations'"),
         ("completion", {"prompt": "a", "completion": "b"}, {"prompt": "promt"}, "'prompt'"),
@@ -91,13 +91,13 @@ def test_an_unknown_role_is_refused_with_its_place(
     ],
 )
 def test_a_misspelled_column_is_named(
-    tmp_path: Path, form: str, good: dict[str, Any], renamed: dict[str, str], names: str
+    tmp_path: Path, form: str, good: dict[str, Any], new_names: dict[str, str], names: str
 ):
     """Also an optional one, whose content would be lost silently."""
-    row = {renamed.get(name, name): value for name, value in good.items()}
-    message = refused(tmp_path, form, row, good)
-    (misspelled,) = renamed.values()
-    assert message.startswith(f"no column {names}. Did you mean {misspelled!r}? It has: {', '.join(row)}.")
+    row = {new_names.get(name, name): value for name, value in good.items()}
+    message = error_of(tmp_path, form, row, good)
+    (typo,) = new_names.values()
+    assert message.startswith(f"no column {names}. Did you mean {typo!r}? It has: {', '.join(row)}.")
     assert "split_name" not in message
 
 
@@ -117,7 +117,7 @@ def test_a_misspelled_column_is_named(
     ],
 )
 def test_a_malformed_message_is_named(tmp_path: Path, talk: Any, place: str, error: str):
-    message = refused(tmp_path, "messages", {"messages": talk}, MESSAGES)
+    message = error_of(tmp_path, "messages", {"messages": talk}, MESSAGES)
     assert message.startswith(f"messages{place}: {error}")
     assert "--columns" not in message
 
@@ -126,18 +126,18 @@ def test_a_message_of_sharegpt_without_value_is_refused(tmp_path: Path):
     """It would become a request to continue."""
     good = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
     row = {"conversations": [{"from": "human", "vlaue": "a"}, {"from": "gpt", "value": "b"}]}
-    message = refused(tmp_path, "sharegpt", row, good)
+    message = error_of(tmp_path, "sharegpt", row, good)
     assert message.startswith("conversations[0]: no key 'value'. Did you mean 'vlaue'?")
 
 
 def test_a_null_column_is_not_called_missing(tmp_path: Path):
-    message = refused(tmp_path, "completion", {"prompt": None, "completion": "b"}, {"prompt": "a", "completion": "b"})
+    message = error_of(tmp_path, "completion", {"prompt": None, "completion": "b"}, {"prompt": "a", "completion": "b"})
     assert message.startswith("column 'prompt': null.")
 
 
 def test_a_wrong_name_in_columns_is_named(tmp_path: Path):
     good, row = {"question": "a", "completion": "b"}, {"questions": "a", "completion": "b"}
-    message = refused(tmp_path, "completion", row, good, columns=["prompt=question"])
+    message = error_of(tmp_path, "completion", row, good, columns=["prompt=question"])
     assert "prompt=question: no column 'question'. Did you mean 'questions'?" in message
 
 
