@@ -14,6 +14,7 @@ from data_prep import sources
 from data_prep.crossattn.qa_releases import json_stream
 from src.data import jsonl
 from src.errors import DataError
+from src.experiments.config import nearest_text
 
 DocumentsBy = Literal["file", "line", "paragraph"]
 _LINES = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
@@ -57,7 +58,8 @@ def text_of(row: dict[str, Any], field: str, where: str) -> str:
     """
     if field not in row:
         raise DataError(
-            f"{where}: field {field!r} is missing. Fields: {', '.join(row) or 'none'}. Choose one with --text_field."
+            f"{where}: field {field!r} is missing.{nearest_text([field], row)} Fields: {', '.join(row) or 'none'}. "
+            "Choose one with --text_field."
         )
     jsonl.check_type(row[field], str, f"{where}: field {field!r}")
     return row[field]
@@ -191,7 +193,8 @@ def _require_column(columns: list[str], where: str, field: str) -> list[str]:
     """Return [field]; raise DataError if it is not in `columns`."""
     if field not in columns:
         raise DataError(
-            f"{where}: column {field!r} is missing. Columns: {', '.join(columns)}. Choose one with --text_field."
+            f"{where}: column {field!r} is missing.{nearest_text([field], columns)} Columns: {', '.join(columns)}. "
+            "Choose one with --text_field."
         )
     return [field]
 

@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     elif options.exp_id or options.paths:
         graph = graph.family(
             [
-                *([graph.find(options.exp_id)] if options.exp_id else []),
+                *([graph.find(options.exp_id, options.runs)] if options.exp_id else []),
                 *(path.resolve().name for path in options.paths),
             ]
         )

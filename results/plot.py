@@ -18,6 +18,7 @@ from results.table import INTERVALS, default_metric
 from src.errors import ConfigError, DataError, print_errors
 from src.experiments.config import unknown
 from src.files import encodable, write_atomic, writing
+from src.runs.store import list_command
 from src.runs.summary import is_finite
 from src.support.command_line import make_parser, require_at_least
 from src.tables import curves, results, run_arguments, statistics
@@ -123,9 +124,9 @@ def draw_panels(
     metric_names = list(metrics or [default])
     for metric in metric_names:
         if metric not in names:
-            raise unknown("score", metric, names, str(runs))
+            raise unknown("score", metric, names, str(runs), list_command(runs))
     if x not in ("step", "seconds", *names):
-        raise unknown("axis", x, ["step", "seconds", *names], str(runs))
+        raise unknown("axis", x, ["step", "seconds", *names], str(runs), list_command(runs))
     groups = (
         configs.sort_best_first(metric_names[0])[: configs.most]
         if len(configs.groups) > configs.most
@@ -175,10 +176,10 @@ def points(
 
     rows, scores = configs.rows, results.score_names(configs.rows)
     if y not in scores:
-        raise unknown("score", y, scores, str(runs))
+        raise unknown("score", y, scores, str(runs), list_command(runs))
     names = ["step", *scores, *dict.fromkeys(key for row in rows for key in results.config_keys(row))]
     if x not in names:
-        raise unknown("axis", x, names, str(runs))
+        raise unknown("axis", x, names, str(runs), list_command(runs))
     done_rows = statistics.averaged_rows(rows, configs.unfinished)
     point_rows = [row for row in done_rows if is_finite(row.get(x)) and is_finite(row.get(y))]
     if not point_rows:

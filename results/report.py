@@ -18,6 +18,7 @@ from results.pages.legend import NEUTRAL
 from results.plot import PLOTS, draw_line, place_legend, write_plainly
 from src.errors import DataError, UserError, print_errors
 from src.experiments.config import unknown
+from src.runs.store import list_command
 from src.support.command_line import make_parser
 from src.tables import lineage, results, run_arguments
 from src.tables.gpu_hours import gpu_hours
@@ -70,7 +71,7 @@ def render(
     scores = results.score_names(content.rows)
     for name in metrics or ():
         if name not in scores:
-            raise unknown("score", name, scores, str(content.runs))
+            raise unknown("score", name, scores, str(content.runs), list_command(content.runs))
     score_names = list(metrics) if metrics else results.headline_scores(overview.metrics(content))[:PANELS]
     title = f"Experiments: {', '.join(groups)}" if groups else "Experiments"
     body = "".join(

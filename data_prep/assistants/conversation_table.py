@@ -159,7 +159,7 @@ def find(name: str, extra: Path | None = None) -> tuple[Release, Path]:
             if key == name or (pair and pair != sign):
                 return load_config(Release, _fill_pair(raw, pair), f"{path}: {key}"), path
     raise ConfigError(
-        f"--name: {unknown_text('release', name, paths)} "
+        f"--name: {unknown_text('release', name, paths, str(FOLDER.relative_to(ROOT)))} "
         "Add an entry to a file of your own (--release_file), or describe the rows with --form."
     )
 

@@ -43,6 +43,7 @@ from data_prep.assistants.conversation_forms.rows import (
 from data_prep.assistants.conversation_table import FORMS, Mode, Release
 from src.errors import ConfigError, DataError
 from src.experiments.config import load as load_config
+from src.experiments.config import nearest_text
 from src.systems.assistants.conversations.entries import Entry, check_strings, read_entry
 from src.systems.assistants.conversations.refusals import refuses
 from src.systems.assistants.conversations.rows import EMPTY_ROW, kind_of
@@ -302,7 +303,10 @@ class _Work:
         for where, row in (
             each for split, source in self._named_sources if split == source_split for each in self._groups(source)
         ):
-            converted = list(self._form.read(row, where))
+            try:
+                converted = list(self._form.read(row, where))
+            except DataError as error:
+                raise DataError(f"{error}{self._absent_columns(row)}") from None
             self._counts["unusable"] += 0 if converted else len(row["rows"]) if self._release.group_by else 1
             extra_columns = self._columns_to_keep(row, where) if converted else {}
             if self._skips_negative(row, converted, where):
@@ -323,6 +327,12 @@ class _Work:
                 self._counts["tied"] += bool(entry.replies) and len({reply.rank for reply in entry.replies}) == 1
                 first = entry if entry.text is None else entries[0]  # pieces of a text stay together
                 yield self._split_of(source_split, row, first), _digest(*_texts_of(entry)), each
+
+    def _absent_columns(self, row: Row) -> str:
+        """Text about the columns of --columns that a row does not have; "" if it has all."""
+        row = rows_of(row)[0]
+        absent = [(name, each) for name, each in self._release.columns.items() if name not in row]
+        return "".join(f" {name}={each}: no column {each!r}.{nearest_text([each], row)}" for name, each in absent)
 
     def _columns_to_keep(self, row: Row, where: str) -> Row:
         """The columns of `keep`, which must be equal in all rows of a group.

@@ -21,7 +21,7 @@ from src.data.orders import RankShare, order_of
 from src.data.packing.dataset import PackedDataset
 from src.data.text import tokenizers
 from src.errors import ConfigError, UserError
-from src.experiments.config import Places, top_level, unknown_text
+from src.experiments.config import GROUP_LIST, Places, top_level, unknown_text
 from src.experiments.dataset_protocols import Dataset
 from src.experiments.grid import BrokenGroup, deferred_errors
 from src.experiments.identity import exp_id
@@ -165,7 +165,7 @@ def find_experiment(groups: Any, name: str) -> dict[str, Any]:
     one = None if name in groups else re.fullmatch(r"(.+)\[(\d{1,9})\]", name)
     group, number = (one[1], int(one[2])) if one else (name, 0)
     if group not in groups:
-        raise ConfigError(unknown_text("group", group, groups))
+        raise ConfigError(unknown_text("group", group, groups, GROUP_LIST))
     if isinstance(groups[group], BrokenGroup):
         raise ConfigError(f"{group}: {groups[group].error}")
     if number >= len(groups[group]):

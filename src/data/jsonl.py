@@ -16,7 +16,7 @@ from typing import Any, get_args, get_origin, overload
 from src.data import jsonl_index
 from src.data.jsonl_index import RowIndex
 from src.errors import DataError
-from src.experiments.config import Places, unknown_text
+from src.experiments.config import Places, nearest_text, unknown_text
 from src.files import MANIFEST, ROOT, read_manifest, reading, sha256
 from src.support.parsing import parse_json
 
@@ -311,7 +311,9 @@ def check_fields(row: Mapping[str, Any], fields: Mapping[str, Any], optional: Ma
     """Raise DataError, with `where`, if a field of a row is missing or has another type; see `read_rows`."""
     for name, kind in fields.items():
         if name not in row:
-            raise DataError(f"{where}: field {name!r} is missing. Fields: {', '.join(row) or 'none'}.")
+            raise DataError(
+                f"{where}: field {name!r} is missing.{nearest_text([name], row)} Fields: {', '.join(row) or 'none'}."
+            )
         check_type(row[name], kind, f"{where}: field {name!r}")
     for name, kind in optional.items():
         if row.get(name) is not None:
@@ -389,9 +391,9 @@ def _known_corpora_hint(places: Places, name: str) -> str:
     names = [path.name for path in folders if (path / f"{SPLITS[0]}.jsonl").exists() or any(path.glob("*.ids"))]
     files = ", ".join(f"{split}.jsonl" for split in SPLITS)
     return (
-        f": {unknown_text('corpus', name, names)} These are prepared in {places.data}; a script of data_prep "
-        f"adds another, a folder with {files}, or --data_path names the folder that holds it. With --data_path "
-        f"{places.data} --name {name}, questions on contexts are prepared from their releases ({_RELEASES}) by python "
-        "-m data_prep.crossattn.prepare_qa, tasks of GLUE and SuperGLUE by data_prep.t5.prepare_task, text by "
-        "data_prep.tokenize."
+        f": {unknown_text('corpus', name, names, str(places.data))} These are prepared in {places.data}; a script of "
+        f"data_prep adds another, a folder with {files}, or --data_path names the folder that holds it. With "
+        f"--data_path {places.data} --name {name}, questions on contexts are prepared from their releases ({_RELEASES})"
+        " by python -m data_prep.crossattn.prepare_qa, tasks of GLUE and SuperGLUE by data_prep.t5.prepare_task, text "
+        "by data_prep.tokenize."
     )

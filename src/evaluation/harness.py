@@ -62,7 +62,9 @@ class Harness(Config):
         try:
             for name in self.tasks:
                 if name not in manager.all_subtasks:
-                    raise ConfigError(f"harness.tasks: {unknown_text('task', name, manager.all_subtasks)}")
+                    raise ConfigError(
+                        f"harness.tasks: {unknown_text('task', name, manager.all_subtasks, '`lm-eval ls tasks`')}"
+                    )
                 try:
                     loaded |= manager.load(name)["tasks"]
                 except Exception as error:  # noqa: BLE001  of any library that the task reads its data with

@@ -140,6 +140,10 @@ class Problems(ValueError):
 
 
 C = TypeVar("C", bound=Config)
+GROUP_LIST = "`python trainval.py --list`"
+"""The command that lists all groups."""
+_MOST_LISTED = 40
+"""Length of the longest list of choices that an error prints."""
 
 
 def load(cls: type[C], raw: Any, where: str) -> C:
@@ -177,17 +181,32 @@ def problems(cls: type[Config], error: ValidationError) -> Iterator[tuple[str, s
             )
 
 
-def unknown(kind: str, got: str, choices: Iterable[str], where: str) -> ConfigError:
-    """An error that names the place, the unknown name, the nearest valid spelling and all choices."""
-    return ConfigError(f"{where}: {unknown_text(kind, got, choices)}")
+def unknown(kind: str, got: str, choices: Iterable[str], where: str, source: str = "") -> ConfigError:
+    """An error that names the place, the unknown name, and the choices as in `unknown_text`."""
+    return ConfigError(f"{where}: {unknown_text(kind, got, choices, source)}")
 
 
-def unknown_text(kind: str, got: str, choices: Iterable[str]) -> str:
-    """The message of `unknown` without the place."""
-    choices = sorted(map(str, choices))
-    close = get_close_matches(got, choices, n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    return f"unknown {kind} {shorten(got)}.{hint} Known: {', '.join(choices) or 'none'}."
+def unknown_text(kind: str, got: str, choices: Iterable[str], source: str = "") -> str:
+    """The message of `unknown` without the place: the nearest choice, and all of them unless there are more than 40.
+
+    source: where the user finds a longer list, such as a command. It is named if no choice is close to `got`.
+    """
+    choices = sorted(set(map(str, choices)))
+    is_long = len(choices) > _MOST_LISTED
+    hint = nearest_text([got], choices, 3 if is_long else 1)
+    if not is_long:
+        hint += f" Known: {', '.join(choices) or 'none'}."
+    elif not hint:
+        hint = f" Known: {len(choices)}, " + (f"see {source}." if source else f"such as {', '.join(choices[:3])}.")
+    return f"unknown {kind} {shorten(got)}.{hint}"
+
+
+def nearest_text(names: Iterable[str], choices: Iterable[str], most: int = 1) -> str:
+    """ " Did you mean 'x'?", of at most `most` choices that are close to the first of `names` with such choices; "" if
+    there are none."""
+    choices = list(map(str, choices))
+    close = next((each for name in names if (each := get_close_matches(name, choices, n=most))), [])
+    return f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
 def dotted_path(loc: Iterable[int | str]) -> str:

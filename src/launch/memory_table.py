@@ -12,7 +12,7 @@ from src.errors import ConfigError, UserError
 from src.experiments.config import Places
 from src.runs import jsonl_records
 from src.runs.plan import PlannedExperiment
-from src.runs.store import PERF, RunStore
+from src.runs.store import PERF, RunStore, unknown_run
 from src.support.command_line import aligned_lines
 
 if TYPE_CHECKING:
@@ -132,10 +132,7 @@ def read_mfu(text: str, runs: Path) -> float:
         return float(text)
     ids = RunStore(runs).ids(text)
     if len(ids) != 1:
-        raise ConfigError(
-            f"--mfu {text}: expected a number above 0 and up to 1, or the id of a run; {len(ids)} runs in {runs} start "
-            "with it."
-        )
+        raise unknown_run(f"--mfu {text}", text, runs, ids, "expected a number above 0 and up to 1, or a run")
     values = [row["mfu"] for row in jsonl_records.rows(runs / ids[0] / PERF) if "mfu" in row]
     if not values:
         raise ConfigError(f"--mfu {text}: {runs / ids[0] / PERF} has no mfu. Name a run on a GPU, or a number.")

@@ -19,7 +19,7 @@ from src.launch.arguments import STATES
 from src.launch.tracking import LOOK, QueryPolicy, TrackedJob, track
 from src.runs import lease, parents
 from src.runs.history import events
-from src.runs.store import EXP_DICT, RunStore, SavedRun, expand_run
+from src.runs.store import EXP_DICT, RunStore, SavedRun, expand_run, list_command
 from src.support.command_line import aligned_lines
 from src.support.read_cache import ReadCache
 
@@ -62,8 +62,8 @@ def select_runs(path: Path, group: str | None = None) -> tuple[Path, list[str]]:
     """The folder of runs, and the selected ids: all in `path`, or one if `path` is a save directory or an id prefix.
 
     Raises:
-        ConfigError: no such folder, no run in it, or no run of `group`.
-        RunError: the folder cannot be read, or several ids have this prefix.
+        ConfigError: no such folder, no run in it, no run of `group`, or several ids have this prefix.
+        RunError: the folder cannot be read.
     """
     path = expand_run(path).resolve()
     if not path.is_dir():
@@ -80,7 +80,8 @@ def select_runs(path: Path, group: str | None = None) -> tuple[Path, list[str]]:
     groups = {name: SavedRun(runs / name).groups for name in names}
     selected = [name for name in names if group in groups[name]]
     if not selected:
-        raise unknown("group", group, set().union(*groups.values()), "-e")
+        existing = set().union(*groups.values())
+        raise unknown("group", group, existing, "-e", list_command(runs, "--by group"))
     return runs, selected
 
 

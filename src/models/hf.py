@@ -371,7 +371,7 @@ class Config(ModelConfig):
         """The folder with the model's config.json."""
         local_folder = self._local_folder(places)
         if local_folder is None:
-            return hub_files.find_snapshot(self.path, self.revision)
+            return hub_files.find_snapshot(self.path, self.revision, places.data)
         if not (local_folder / "config.json").is_file():
             raise ConfigError(f"{self.path!r}: the folder has no config.json. Use a folder that save_pretrained wrote.")
         return local_folder

@@ -16,7 +16,7 @@ from src.models import lora, prepared_tokenizer
 from src.models.hf import BITSANDBYTES
 from src.models.trained_model import from_checkpoint
 from src.runs.checkpoints import checkpoints
-from src.runs.store import expand_run
+from src.runs.store import EXP_DICT, expand_run
 
 PLACES = Places(ROOT / "results" / "data", ROOT / "results" / "runs")
 """Default folders of prepared data and of the runs of parents."""
@@ -130,7 +130,15 @@ def checkpoint_folder(source: Path) -> Path:
             "Restore one from a copy, or restart the training with -r 1."
         )
     if folder is None:
-        raise CheckpointError(f"{source}: neither a checkpoint nor a run with a checkpoint. Check the path.")
+        if (source / EXP_DICT).is_file():
+            raise CheckpointError(f"{source}: a run without a checkpoint. Train it first, or name another run.")
+        if source.parent.name == "checkpoints":
+            steps = [path.name for path in checkpoints.list_all(source.parents[1])[-3:]]
+            raise CheckpointError(f"{source}: no such checkpoint. Newest: {', '.join(steps) or 'none'}. Name one.")
+        raise CheckpointError(
+            f"{source}: the folder is neither a checkpoint nor a run: it has no {EXP_DICT}. Name a save directory, the "
+            "start of its id, or one of its checkpoints."
+        )
     if problem := defect(folder):
         raise CheckpointError(f"{folder}: damaged ({problem.rstrip('.')}). Use another checkpoint.")
     return folder

@@ -32,7 +32,7 @@ from src.runs.history import archive, branches, journal, rewind
 from src.runs.history.archive import Plan
 from src.runs.history.branches import Branch
 from src.runs.lease import Lease
-from src.runs.store import EXP_DICT, SavedRun, expand_run
+from src.runs.store import EXP_DICT, SavedRun, expand_run, unknown_run
 from src.support.command_line import make_parser, run_command
 
 RUNS = Path("results/runs")
@@ -54,14 +54,11 @@ def find(name: str, runs: Path) -> Path:
     """The save directory called `name`: a path, or a prefix of an id in the folder `runs`.
 
     Raises:
-        RunError: there is no such run, or several.
+        ConfigError: there is no such run, or several.
     """
     path = expand_run(Path(name), runs)
     if not (path / EXP_DICT).is_file():
-        raise RunError(
-            f"{name}: not a save directory, and no run in {runs} has this id. "
-            "List the runs with `python -m results.table`."
-        )
+        raise unknown_run(name, path.name, runs, also=f"the folder has no {EXP_DICT}")
     return path.resolve()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from src.errors import ConfigError, RunError, UserError
-from src.experiments.config import Places, top_level, unknown
+from src.experiments.config import GROUP_LIST, Places, top_level, unknown
 from src.experiments.grid import BrokenGroup, deferred_errors, override, set_path
 from src.experiments.identity import check_values, exp_id
 from src.experiments.interfaces import RecipeConfig, load_experiment
@@ -17,7 +17,7 @@ from src.experiments.registry import canonical_dict, operational_values
 from src.runs import parents
 from src.runs.checkpoints import checkpoints, retention
 from src.runs.context import Options
-from src.runs.store import EXP_DICT, RunStore, SavedRun
+from src.runs.store import EXP_DICT, RunStore, SavedRun, unknown_run
 from src.support.call_once import remember_calls
 
 Experiment = dict[str, Any]
@@ -169,7 +169,7 @@ def _select(groups: Groups, text: str) -> tuple[str, Sequence[int]]:
     match = None if text in groups else _ONE.fullmatch(text)
     name = match[1] if match else text
     if name not in groups:
-        raise unknown("group", name, groups, "-e")
+        raise unknown("group", name, groups, "-e", GROUP_LIST)
     group = groups[name]
     if isinstance(group, BrokenGroup):
         raise ConfigError(f"{name}: {group.error}")
@@ -239,9 +239,7 @@ def find(prefix: str, known_items: Mapping[str, PlannedExperiment], runs: Path) 
     ids = {name for name in known_items if name.startswith(prefix)}
     ids |= set(RunStore(runs).ids(prefix))
     if prefix not in ids and len(ids) > 1:
-        raise ConfigError(
-            f"--exp_id {prefix}: {len(ids)} experiments start with it: {', '.join(sorted(ids))}. Write more of the id."
-        )
+        raise unknown_run(f"--exp_id {prefix}", prefix, runs, ids)
     prefix = prefix if prefix in ids or not ids else ids.pop()
     run = SavedRun(runs / prefix)
     file = run.path / EXP_DICT
@@ -252,7 +250,7 @@ def find(prefix: str, known_items: Mapping[str, PlannedExperiment], runs: Path) 
         if item.exp_id != prefix:
             raise RunError(f"{file}: its canonical id is {item.exp_id}, not {prefix}. Train that one with -e.")
     else:
-        raise ConfigError(f"--exp_id {prefix}: neither in exp_configs.py nor in {runs}. Check the id and -sb.")
+        raise unknown_run(f"--exp_id {prefix}", prefix, runs, also="not in exp_configs.py")
     return replace(item, groups=tuple(run.groups) or item.groups)
 
 

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -35,6 +35,8 @@ CODE_VERSIONS = "code_versions"
 """Key of status.json: how many versions of the code have trained the run, if more than one."""
 LOGS, DELETED_FOLDER = "logs", "deleted"
 """Folders next to the save directories: output of jobs, and backups of runs that were started over."""
+_MOST_NAMED = 3
+"""Number of runs that an error names."""
 State = Literal["running", "done", "failed", "stopped"]
 
 
@@ -304,20 +306,54 @@ class RunStore(dict[str, SavedRun]):
             return []
         return sorted(path.name for path in self.folder.glob(f"{prefix}*") if (path / EXP_DICT).is_file())
 
+    def newest(self, count: int) -> list[str]:
+        """The ids of the last `count` runs by the time that their dict was written, newest first."""
+        marks = {file.parent.name: _mark(file) for file in self.folder.glob(f"*/{EXP_DICT}")}
+        times = {name: (mark[1], name) for name, mark in marks.items() if mark}
+        return sorted(times, key=lambda name: times[name], reverse=True)[:count]
+
+
+def list_command(folder: Path, option: str = "--json") -> str:
+    """The command that lists the runs of a folder, with all scores and keys."""
+    return f"`python -m results.table -r {folder} {option}`"
+
 
 def expand_run(path: Path, runs: Path = Path("results/runs")) -> Path:
-    """`path`, or the save directory with an id that starts with its name. A bare name is looked up in `runs`.
+    """`path`, or the save directory with an id that starts with its name. A bare name is looked up in `runs`. The path
+    of a checkpoint need not exist.
 
     Raises:
-        RunError: several ids start with it.
+        ConfigError: no id starts with it, or several do: see `unknown_run`.
     """
-    if path.exists():
+    if path.exists() or path.parent.name == "checkpoints":
         return path
     folder = runs if path.parent == Path() else path.parent
     matches = RunStore(folder).ids(path.name)
-    if len(matches) > 1:
-        raise RunError(f"{path}: {len(matches)} ids start with this: {', '.join(matches)}. Use more digits.")
-    return folder / matches[0] if matches else path
+    if len(matches) != 1:
+        raise unknown_run(str(path), path.name, folder, matches, "no such folder")
+    return folder / matches[0]
+
+
+def unknown_run(
+    where: str, prefix: str, folder: Path, matches: Collection[str] = (), also: str = "expected a run"
+) -> ConfigError:
+    """The error of all commands for a run that is not in `folder`, or not unique. It names at most three runs.
+
+    where: the argument. prefix: the start of the id. matches: the ids that start with it. also: why `prefix` is
+    nothing else.
+    """
+    if matches:
+        names = ", ".join(sorted(matches)[:_MOST_NAMED]) + ", ..." * (len(matches) > _MOST_NAMED)
+        return ConfigError(f"{where}: {len(matches)} ids start with it: {names}. Use more digits.")
+    if newest := RunStore(folder).newest(_MOST_NAMED):
+        advice = (
+            f"Name a save directory or the start of an id. Newest runs there: {', '.join(newest)}; "
+            f"{list_command(folder)} lists all."
+        )
+    else:
+        state = "It has no runs" if folder.is_dir() else "That folder does not exist"
+        advice = f"{state}: name the --savedir_base of the training, then the start of an id."
+    return ConfigError(f"{where}: {also}, and no run in {folder} has an id that starts with {prefix!r:.60}. {advice}")
 
 
 def _mark(path: Path) -> tuple[int, int] | None:

@@ -28,7 +28,7 @@ from src.files import ROOT, read_bytes, write_atomic, writing
 from src.launch import logs
 from src.runs import jsonl_records
 from src.runs.environment import now
-from src.runs.store import RunStore, SavedRun
+from src.runs.store import RunStore, SavedRun, unknown_run
 from src.support import documents
 from src.support.command_line import make_parser, parse_arguments, require_at_least, run_command
 from src.support.parsing import parse_json
@@ -167,7 +167,7 @@ class Agent:
         """The id that starts with `prefix`."""
         names = RunStore(self.runs).ids(prefix)
         if len(names) != 1:
-            raise ConfigError(f"exp_id: {len(names)} runs have an id that starts with {prefix!r:.60}. Name one.")
+            raise unknown_run(f"exp_id: {prefix!r:.60}", prefix, self.runs, names)
         return names[0]
 
     def _results(self, name: str, *words: str) -> Json:

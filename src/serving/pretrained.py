@@ -13,6 +13,7 @@ from src.experiments.interfaces import load_experiment
 from src.experiments.kinds import DECODER
 from src.experiments.registry import WRITERS
 from src.files import read_json
+from src.models.hub_files import how_to_get
 from src.models.load import checkpoint_folder, load, quantize
 from src.runs.store import SavedRun, expand_run
 from src.serving.writer import Continuation, Writer
@@ -24,6 +25,7 @@ _JSON_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
 )
+_ID_START = re.compile(r"[0-9a-f]{1,32}")
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 SOURCE = (
     "a run (its save directory or a prefix of its id), a checkpoint, "
@@ -32,9 +34,22 @@ SOURCE = (
 """Help text of the argument that names a model."""
 
 
-def below_data(source: Path, places: Places) -> Path:
-    """The folder `source` below the prepared data, as in a model's `path`; else `source`."""
-    return places.data / source if not source.exists() and (places.data / source).is_dir() else source
+def find_source(source: Path, places: Places) -> Path:
+    """The folder `source` below the prepared data, as in a model's `path`; an id on the hub; a folder; or the save
+    directory with an id that starts with `source`.
+
+    Raises:
+        ConfigError: it is none of them, or several ids start with it.
+    """
+    source = places.data / source if not source.exists() and (places.data / source).is_dir() else source
+    if is_pretrained(source):
+        return source
+    try:
+        return expand_run(source, places.runs)
+    except ConfigError as error:
+        if _ID_START.fullmatch(source.name):
+            raise
+        raise ConfigError(f"{error} It is no model either. {how_to_get(str(source), places.data)}") from None
 
 
 def is_pretrained(source: Path) -> bool:
@@ -47,14 +62,14 @@ def is_pretrained(source: Path) -> bool:
 
 def source_name(source: Path, places: Places) -> str:
     """A short name of a model for people: an id and a step, or the name of a folder."""
-    source = below_data(source, places)
+    source = find_source(source, places)
     if is_pretrained(source):
         return source.resolve().name if source.exists() else str(source)
-    folder = checkpoint_folder(expand_run(source, places.runs))
+    folder = checkpoint_folder(source)
     return f"{folder.parents[1].name[:8]} {folder.name}"
 
 
-def load_pretrained(source: Path) -> tuple[Any, Any]:
+def load_pretrained(source: Path, places: Places) -> tuple[Any, Any]:
     """Load a model and tokenizer in transformers' format; in float32 without a GPU, in the saved type with a GPU.
 
     Raises:
@@ -88,7 +103,8 @@ def load_pretrained(source: Path) -> tuple[Any, Any]:
         return model.eval(), AutoTokenizer.from_pretrained(str(source), **options)
     except Exception as error:  # noqa: BLE001  transformers can raise any exception for a damaged file
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")[:300]
-        raise ConfigError(f"{source}: cannot be loaded as a language model: {reason}. Name {SOURCE}.") from None
+        advice = f"Name {SOURCE}." if source.exists() else how_to_get(str(source), places.data)
+        raise ConfigError(f"{source}: cannot be loaded as a language model: {reason}. {advice}") from None
 
 
 def load_writer(source: Path, places: Places, gpu_of_8bit: str | None = None) -> tuple[Writer, Any]:
@@ -99,12 +115,11 @@ def load_writer(source: Path, places: Places, gpu_of_8bit: str | None = None) ->
         ConfigError: the model does not generate text, or cannot be loaded in 8 bits.
         UserError: a part of the model is missing.
     """
-    source = below_data(source, places)
+    source = find_source(source, places)
     if is_pretrained(source):
-        model, tokenizer = load_pretrained(source)
+        model, tokenizer = load_pretrained(source, places)
         model = quantize(model, gpu_of_8bit) if gpu_of_8bit else model
         return _writer_class("conversation" if tokenizer.chat_template else None)(model, tokenizer), model
-    source = expand_run(source, places.runs)
     try:
         run = checkpoint_folder(source).parents[1]
     except CheckpointError as error:

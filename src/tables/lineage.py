@@ -6,12 +6,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from src.errors import ConfigError, DataError, UserError
+from src.errors import DataError, UserError
 from src.experiments.config import Places
 from src.runs.history import branches
 from src.runs.parents import describe, missing_parents, parent_checkpoints
 from src.runs.plan import PlannedExperiment
-from src.runs.store import RunStore, SavedRun
+from src.runs.store import RunStore, SavedRun, unknown_run
 from src.tables import results
 
 
@@ -62,20 +62,15 @@ class Lineage:
         """The edges from the children of `exp_id`."""
         return [edge for *_, edge in self._graph.out_edges(exp_id, data="edge")]
 
-    def find(self, prefix: str) -> str:
-        """The only id that starts with `prefix`.
+    def find(self, prefix: str, runs: Path) -> str:
+        """The only id that starts with `prefix`. runs: the folder of the runs, for the error.
 
         Raises:
             ConfigError: no id does, or several do.
         """
         matches = [name for name in self.nodes if name.startswith(prefix)]
-        if not matches:
-            raise ConfigError(
-                f"--exp_id {prefix}: no id of these {len(self.nodes)} experiments starts with this. Check the id."
-            )
-        if len(matches) > 1:
-            names = ", ".join(matches)
-            raise ConfigError(f"--exp_id {prefix}: {len(matches)} ids start with this: {names}. Use more digits.")
+        if len(matches) != 1:
+            raise unknown_run(f"--exp_id {prefix}", prefix, runs, matches, "no parent of a run")
         return matches[0]
 
     def family(self, members: Iterable[str]) -> "Lineage":

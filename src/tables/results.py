@@ -13,7 +13,7 @@ from src.errors import ConfigError, DataError, UserError
 from src.experiments import expressions
 from src.experiments.config import flatten, unknown
 from src.files import reading
-from src.runs.store import CODE_VERSIONS, RunStore, SavedRun
+from src.runs.store import CODE_VERSIONS, RunStore, SavedRun, list_command
 from src.runs.summary import is_finite
 from src.support.read_cache import ReadCache
 from src.tables.scan import RunIndex, RunRecord, list_names
@@ -139,7 +139,7 @@ def load_rows(
         index.save()
     for each in requested:
         if each not in existing:
-            raise unknown("group", each, existing, str(runs))
+            raise unknown("group", each, existing, str(runs), list_command(runs, "--by group"))
     if not rows and not warnings:
         raise DataError(
             f"{runs}: no runs in this folder. Train something first, or name the folder given as --savedir_base."

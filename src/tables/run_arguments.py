@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from src.errors import ConfigError, DataError
+from src.errors import ConfigError
 from src.files import encodable, reading, write_atomic, writing
 from src.runs.scores import SCORES
-from src.runs.store import EXP_DICT, STATUS
+from src.runs.store import EXP_DICT, STATUS, unknown_run
 from src.support import documents
 from src.support.command_line import parse_arguments
 from src.support.documents import warn
@@ -96,8 +96,7 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
     With several words after -e, the last one is the folder of runs if it is a folder and no other folder is given.
 
     Raises:
-        ConfigError: two folders of runs, or an id prefix that matches no run or several.
-        DataError: no such folder.
+        ConfigError: two folders of runs, or a word that names no run or several.
         RunError: the folder cannot be read.
     """
     options = parse_arguments(parser, arguments, has_json=True)
@@ -123,46 +122,33 @@ def find_run(word: str, runs: Path) -> Path:
     in the folder before that part, else in `runs`.
 
     Raises:
-        ConfigError: no id starts with it, or several do; names them.
-        DataError: no such folder.
+        ConfigError: no id starts with it, or several do: see `store.unknown_run`.
         RunError: the folder cannot be read.
     """
     if word and Path(word).is_dir():
         return Path(word) if Path(word).name else Path(word).resolve()
     head, start = os.path.split(word)
     folder = Path(head) if head else runs
-    if not _ID_START.fullmatch(start):
-        raise ConfigError(f"{word!r}: expected a save directory, or the start of an id: digits 0-9 and a-f.")
-    if not folder.is_dir():
-        raise DataError(f"{folder}: no such folder of runs. Name the folder given as --savedir_base.")
-    with reading(folder):
-        matches = sorted(
-            name
-            for name in os.listdir(folder)
-            if name.startswith(start) and _ID.fullmatch(name) and (folder / name).is_dir()
-        )
+    matches = list[str]()
+    if _ID_START.fullmatch(start) and folder.is_dir():
+        with reading(folder):
+            matches = [
+                name
+                for name in os.listdir(folder)
+                if name.startswith(start) and _ID.fullmatch(name) and (folder / name).is_dir()
+            ]
     if len(matches) != 1:
-        names = f"{', '.join(matches[:_MAX_NAMED])}{', …' * (len(matches) > _MAX_NAMED)}"
-        raise ConfigError(
-            f"{folder}: {start!r}: "
-            f"{f'the ids of {len(matches)} runs start with it: {names}' if matches else 'no such run'}."
-        )
+        raise unknown_run(word or "''", start, folder, matches, "no such folder of runs")
     return folder / matches[0]
 
 
 def _is_folder_of_runs(word: str) -> bool:
-    """Whether the word is a folder of runs; False for a save directory or the start of an id.
-
-    Raises:
-        DataError: the word is neither of them.
-    """
+    """Whether the word is a folder of runs; False for a save directory or the start of an id."""
     path = Path(word)
     if word and path.is_dir():
         return not (
             _OUR_ID.fullmatch(path.name) or any(os.path.exists(path / name) for name in (EXP_DICT, STATUS, SCORES))
         )
-    if word and not _ID_START.fullmatch(path.name):
-        raise DataError(f"{word}: no such folder of runs, save directory or start of an id.")
     return False
 
 

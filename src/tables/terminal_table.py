@@ -131,7 +131,7 @@ def choose(columns: Sequence[Column], names: Sequence[str]) -> list[Column]:
     }
     for name in names:
         if name not in candidates:
-            raise unknown("column", name, candidates, "--columns")
+            raise unknown("column", name, candidates, "--columns", "--json")
     return [candidates[name] for name in names]
 
 

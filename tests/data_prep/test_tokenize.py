@@ -295,7 +295,7 @@ def test_two_at_once_are_refused(data):
         (
             b'{"text": "a"}\n{"txt": "b"}\n',
             "a.jsonl",
-            "a.jsonl:2: field 'text' is missing. Fields: txt. Choose one with --text_field.",
+            "a.jsonl:2: field 'text' is missing. Did you mean 'txt'? Fields: txt. Choose one with --text_field.",
         ),
         (b'{"text": "a"}\n\xff\n', "a.jsonl", "a.jsonl:2: not UTF-8 text"),
         (b'{"text": "a"}\n\n', "a.jsonl", "a.jsonl:2: not valid JSON"),

@@ -133,11 +133,14 @@ def look_up(row: Row, path: str, where: str) -> Any:
         DataError: there is no such column.
     """
     value: Any = row
-    for name in [path] if path in row else path.split("."):
+    names = [path] if path in row else path.split(".")
+    for depth, name in enumerate(names):
         if isinstance(value, list):
             value = value[int(name)] if name.isdigit() and int(name) < len(value) else None
         elif isinstance(value, dict) and name in value:
             value = value[name]
         elif value is not None:
+            if depth and isinstance(value, dict):
+                raise missing_column(value, name, f"{where}: {'.'.join(names[:depth])}")
             raise missing_column(row, path, where)
     return value

@@ -14,6 +14,7 @@ from data_prep.assistants.conversation_forms.rows import (
     add_message,
     alternate,
     column,
+    missing_column,
     objects_of,
     pick,
     reasoning_of,
@@ -23,6 +24,7 @@ from data_prep.assistants.conversation_forms.rows import (
     up_to_length,
 )
 from src.errors import DataError
+from src.experiments.config import unknown_text
 
 _REQUESTS = ("Go on.", "Please continue.", "And then?")
 
@@ -42,11 +44,12 @@ class ShareGPT(Form):
         """See `Form.read`. Removes Markdown escapes and reference marks."""
         messages = list[Row]()
         for place, each in enumerate(objects_of(row, "conversations", where)):
-            text = text_of(each, "value", where) if each.get("value") else ""
-            if each.get("from") not in ("human", "gpt"):
-                raise DataError(
-                    f"{where}: conversations[{place}]: expected 'from' to be human or gpt, got {each.get('from')!r}."
-                )
+            here = f"{where}: conversations[{place}]"
+            if column(each, "from", here) not in ("human", "gpt"):
+                raise DataError(f"{here}: {unknown_text('role', str(each['from']), ('human', 'gpt'))}")
+            if "value" not in each:
+                raise missing_column(each, "value", here)
+            text = text_of(each, "value", here) if each["value"] else ""
             if not text and each["from"] == "gpt":
                 return
             text = (
@@ -130,10 +133,13 @@ class GPT4All(Form):
                 yield {"messages": alternate([prompt, answer])}
             return
         messages = list[Row]()
-        for each in objects_of(row, "conversation", where):
-            user, bot = (text_of(each, name, where) if each.get(name) else "" for name in ("User", "Bot"))
+        for place, each in enumerate(objects_of(row, "conversation", where)):
+            here = f"{where}: conversation[{place}]"
+            if not each.keys() & {"User", "Bot"}:
+                raise missing_column(each, "User", here, "Bot")
+            user, bot = (text_of(each, name, here) if each.get(name) else "" for name in ("User", "Bot"))
             if user and bot:
-                raise DataError(f"{where}: conversation: expected either User or Bot in each message, got both.")
+                raise DataError(f"{here}: expected either User or Bot in each message, got both.")
             if user or bot:
                 add_message(messages, "user" if user else "assistant", (user or bot).strip())
         messages = up_to_last_answer(messages)

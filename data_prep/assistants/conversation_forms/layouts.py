@@ -11,6 +11,7 @@ from data_prep.assistants.conversation_forms.rows import (
     add_change,
     changes_of,
     column,
+    column_if_any,
     messages_of,
     pick,
     reasoning_of,
@@ -33,13 +34,20 @@ class Messages(Form):
 
     def read(self, row: Row, where: str) -> Iterator[Row]:
         """See `Form.read`."""
-        if talk := up_to_last_answer(messages_of(row.get("messages", row.get("conversations")), where)):
-            yield {"messages": talk, **_tools(row)}
+        if talk := up_to_last_answer(_messages_in(row, where, "messages", "conversations")):
+            yield {"messages": talk, **_tools(row, where)}
 
 
-def _tools(row: Row) -> Row:
+def _messages_in(row: Row, where: str, name: str, *others: str, role: str = "user") -> list[Row]:
+    """The messages in a column, or in the first of `others` that is not null. role: that of a text."""
+    value = column(row, name, where, *others)
+    return messages_of(value, f"{where}: {next(each for each in (name, *others) if row.get(each) is value)}", role)
+
+
+def _tools(row: Row, where: str) -> Row:
     """{"tools"} of a row; empty if it has no tools."""
-    return {"tools": row["tools"]} if row.get("tools") else {}
+    tools = column_if_any(row, "tools", where)
+    return {"tools": tools} if tools else {}
 
 
 class Completion(Form):
@@ -48,11 +56,11 @@ class Completion(Form):
     def read(self, row: Row, where: str) -> Iterator[Row]:
         """See `Form.read`."""
         prompt, answer = (
-            messages_of(column(row, "prompt", where), where),
-            messages_of(column(row, "completion", where), where, "assistant"),
+            _messages_in(row, where, "prompt"),
+            _messages_in(row, where, "completion", role="assistant"),
         )
         if answer:
-            yield {"messages": [*prompt, *answer], **_tools(row)}
+            yield {"messages": [*prompt, *answer], **_tools(row, where)}
 
 
 class Alpaca(Form):
@@ -65,12 +73,13 @@ class Alpaca(Form):
 
     def read(self, row: Row, where: str) -> Iterator[Row]:
         """See `Form.read`."""
-        prompt, more = text_of(row, "instruction", where), str(row.get("input") or "")
+        prompt, more = text_of(row, "instruction", where), str(column_if_any(row, "input", where) or "")
         answer = text_of(row, "output", where)
         if self.skip_no_input and (_NO_INPUT.fullmatch(more) or more.lower() in prompt.lower()):
             more = ""
         prompt = pick(self.joins, prompt, more).join(part for part in (prompt, more) if part)
-        system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
+        instructions = column_if_any(row, "system", where)
+        system = [{"role": "system", "content": instructions}] if instructions else []
         if prompt.strip() and answer.strip():
             yield {"messages": [*system, {"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]}
 
@@ -82,17 +91,20 @@ class Pairs(Form):
     def read(self, row: Row, where: str) -> Iterator[Row]:
         """See `Form.read`."""
         chosen_turns, rejected_turns = (
-            messages_of(column(row, name, where), where, "assistant") for name in ("chosen", "rejected")
+            _messages_in(row, where, name, role="assistant") for name in ("chosen", "rejected")
         )
-        context = row.get("prompt", row.get("conversations"))
-        prompt = chosen_turns[:-1] if context is None else messages_of(context, where)
+        names = ("prompt", "conversations")
+        has_context = any(row.get(name) is not None for name in names)
+        if not has_context and len(chosen_turns) == 1:
+            column_if_any(row, names[0], where, names[1])  # a misspelled one must not be ignored
+        prompt = _messages_in(row, where, *names) if has_context else chosen_turns[:-1]
         if (
             not (chosen_turns and rejected_turns)
             or chosen_turns[-1]["role"] != "assistant"
             or rejected_turns[-1]["role"] != "assistant"
         ):
             return  # one side has no reply
-        if context is None and rejected_turns[:-1] != prompt:
+        if not has_context and rejected_turns[:-1] != prompt:
             return  # they answer different conversations
         replies = [_reply(talk[-1], where) for talk in (chosen_turns, rejected_turns)]
         for talk, reply in zip((chosen_turns, rejected_turns), replies, strict=True):
@@ -100,7 +112,7 @@ class Pairs(Form):
                 add_change(reply, "removed", len(talk) - 1)
         for reply, score in zip(replies, _scores(row), strict=False):
             reply["score"] = score
-        yield from ({**each, **_tools(row)} for each in pair(prompt, *replies))
+        yield from ({**each, **_tools(row, where)} for each in pair(prompt, *replies))
 
 
 def _scores(row: Row) -> tuple[float, ...]:
@@ -132,7 +144,7 @@ class RankedReplies(Form):
 
     def read(self, row: Row, where: str) -> Iterator[Row]:
         """See `Form.read`."""
-        yield {**{name: column(row, name, where) for name in ("messages", "replies")}, **_tools(row)}
+        yield {**{name: column(row, name, where) for name in ("messages", "replies")}, **_tools(row, where)}
 
 
 class Text(Form):

@@ -2,10 +2,11 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from src.errors import DataError
-from src.experiments.config import Config
+from src.experiments.config import Config, describe_value, nearest_text, unknown_text
 from src.systems.assistants.conversations.choices import draws
 from src.systems.assistants.conversations.entries import LINKS, REASONING
 
@@ -16,13 +17,17 @@ SPLIT_NAME = "split_name"
 CHANGES = ("joined", "removed", "shortened")
 """Kinds of changes to a conversation.
 `add_change` counts them in a message; preparation sums the counts and removes them from the row."""
+_ALMOST_EQUAL = 0.85
+"""Least ratio of difflib between a column and the name that it probably misspells: "prompts", not "prompt_id"."""
 _CHANGE = "\0"
 """Prefix of the keys of these counts; no key of a published message starts with it."""
 ROLES: Mapping[str, str] = {
     "human": "user", "user": "user", "prompter": "user",
-    "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant", "bot": "assistant",
+    "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
     "function_call": "assistant", "system": "system", "observation": "tool", "tool": "tool", "function": "tool",
 }  # fmt: skip
+"""{role of a message in a release: role in prepared rows}. human, gpt and chatgpt: exports of ShareGPT; function_call
+and observation: ShareGPT's layout with tools; prompter: Open-Assistant; function: messages of OpenAI before tools."""
 
 
 class Form(Config):
@@ -54,17 +59,43 @@ def rows_of(row: Row) -> list[Row]:
     return rows if isinstance(rows, list) and set(row) == {"rows"} else [row]
 
 
-def column(row: Row, name: str, where: str) -> Any:
-    """The value of a column. Raises DataError if it is missing or null."""
-    if row.get(name) is None:
-        raise missing_column(row, name, where)
-    return row[name]
+def column(row: Row, name: str, where: str, *others: str) -> Any:
+    """The value of a column, or of the first of `others` if it is missing or null.
+
+    Raises:
+        DataError: they are all missing or null.
+    """
+    existing = [each for each in (name, *others) if each in row]
+    value = next((row[each] for each in existing if row[each] is not None), None)
+    if value is None and existing:
+        raise DataError(f"{where}: column {existing[0]!r}: null. Fill it, or remove the row.")
+    if value is None:
+        raise missing_column(row, name, where, *others)
+    return value
 
 
-def missing_column(row: Row, name: str, where: str) -> DataError:
-    """Error that names the missing column and the existing ones."""
-    names = ", ".join(each for each in row if each != SPLIT_NAME)
-    return DataError(f"{where}: no column {name!r}. It has: {names or 'none'}. --columns {name}=COLUMN names another.")
+def column_if_any(row: Row, name: str, where: str, *others: str) -> Any:
+    """Like `column`; None if a row has none of the columns.
+
+    Raises:
+        DataError: another column has almost the same name.
+    """
+    if not any(each in row for each in (name, *others)) and any(
+        get_close_matches(each, row, n=1, cutoff=_ALMOST_EQUAL) for each in (name, *others)
+    ):
+        raise missing_column(row, name, where, *others)
+    return next((row[each] for each in (name, *others) if row.get(each) is not None), None)
+
+
+def missing_column(row: Row, name: str, where: str, *others: str) -> DataError:
+    """Error that names the missing columns, the existing ones, and the nearest of these.
+    Only a row of a source, which has `SPLIT_NAME`, has columns that --columns can rename; an object in it has keys."""
+    existing = [each for each in row if each != SPLIT_NAME]
+    names = " or ".join(map(repr, (name, *others)))
+    text = f"{names}.{nearest_text((name, *others), existing)} It has: {', '.join(existing) or 'none'}."
+    if SPLIT_NAME not in row:
+        return DataError(f"{where}: no key {text}")
+    return DataError(f"{where}: no column {text} --columns {name}=COLUMN names another.")
 
 
 def text_of(row: Row, name: str, where: str) -> str:
@@ -97,20 +128,25 @@ def _list_of(row: Row, name: str, where: str, kind: type[T], noun: str) -> list[
 
 def messages_of(value: Any, where: str, role: str = "user") -> list[Row]:
     """Convert a text, which gets `role`, a message or a list of messages to messages.
-    Consecutive messages of one role are joined by a line break."""
+    Consecutive messages of one role are joined by a line break. where: place of `value`.
+
+    Raises:
+        DataError: a message has no text, or an unknown role; names its index.
+    """
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     messages = list[Row]()
-    each: list[Any] = [value] if isinstance(value, dict) else value if isinstance(value, list) else [None]
-    for message in each:
-        speaker = message.get("role", message.get("from")) if isinstance(message, dict) else None
-        text = message.get("content", message.get("value")) if isinstance(message, dict) else None
-        calls = message.get("tool_calls") if isinstance(message, dict) else None
-        text = "" if calls and text is None else text
-        if not isinstance(speaker, str) or speaker not in ROLES or not isinstance(text, str):
-            raise DataError(
-                f"{where}: expected messages with role and content, or from and value; got {str(message)[:80]!r}."
-            )
+    for place, message in enumerate(value if isinstance(value, list) else [value]):
+        here = f"{where}[{place}]" if isinstance(value, list) else where
+        if not isinstance(message, dict):
+            raise DataError(f"{here}: expected a message with role and content, got {describe_value(message)}.")
+        speaker, calls = column(message, "role", here, "from"), message.get("tool_calls")
+        if speaker not in ROLES:
+            raise DataError(f"{here}: {unknown_text('role', str(speaker), ROLES)}")
+        has_text = any(message.get(name) is not None for name in ("content", "value"))
+        text = "" if calls and not has_text else column(message, "content", here, "value")
+        if not isinstance(text, str):
+            raise DataError(f"{here}: content: expected text, got {describe_value(text)}.")
         add_message(
             messages, ROLES[speaker], text, calls, {**reasoning_of(message), **_links_of(message, ROLES[speaker])}
         )

@@ -37,7 +37,9 @@ class Translations(Form):
             raise ValueError(f"expected two codes such as de-en, got {value!r}.")
         for code in codes:
             if code not in load_requests()["languages"]:
-                raise ValueError(unknown_text("language", code, load_requests()["languages"]))
+                raise ValueError(
+                    unknown_text("language", code, load_requests()["languages"], str(REQUESTS.relative_to(ROOT)))
+                )
         return value
 
     def read(self, row: Row, where: str) -> Iterator[Row]:

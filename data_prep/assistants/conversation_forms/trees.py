@@ -20,6 +20,7 @@ from data_prep.assistants.conversation_forms.rows import (
     up_to_last_answer,
 )
 from src.errors import DataError
+from src.experiments.config import unknown_text
 
 _LABELS = ("quality", "humor", "creativity")
 
@@ -73,7 +74,7 @@ class Threads(Form):
 
     def good_replies(self, message: Row) -> list[Row]:
         """Replies to a message that threads follow."""
-        replies = [{**reply, "role": ROLES.get(reply.get("role", ""), "")} for reply in message.get("replies") or ()]
+        replies = [{**reply, "role": ROLES[reply["role"]]} for reply in message.get("replies") or ()]
         good = [reply for reply in replies if self.is_read(reply)]
         if self.top_k is None or message["role"] == "assistant":
             return good
@@ -124,10 +125,12 @@ def _check(message: Any, where: str) -> None:
         )
     for name in ("text", "role"):
         text_of(message, name, where)
+    if message["role"] not in ROLES:
+        raise DataError(f"{where}: {unknown_text('role', message['role'], ROLES)}")
     if type(message.get("rank")) not in (int, type(None)):
         raise DataError(f"{where}: rank: expected an integer or null, got {message['rank']!r:.60}.")
-    for reply in objects_of(message, "replies", where) if message.get("replies") is not None else ():
-        _check(reply, f"{where}.replies")
+    for place, reply in enumerate(objects_of(message, "replies", where) if message.get("replies") is not None else ()):
+        _check(reply, f"{where}.replies[{place}]")
 
 
 def _message(message: Row) -> Row:
@@ -135,7 +138,7 @@ def _message(message: Row) -> Row:
     labels = labels if isinstance(labels, dict) else {}
     labels_to_save = {name: value for name in _LABELS if (value := _label(labels, name)) is not None}
     lang = {"lang": message["lang"]} if message.get("lang") else {}
-    return {"role": ROLES.get(message["role"], "user"), "content": message["text"], **lang, **labels_to_save}
+    return {"role": ROLES[message["role"]], "content": message["text"], **lang, **labels_to_save}
 
 
 def _label(labels: Row, name: str) -> Any:

@@ -26,8 +26,8 @@ from src.experiments.config import Places
 from src.experiments.interfaces import load_experiment
 from src.files import reading
 from src.models.load import add_options, checkpoint_folder, load, move
-from src.runs.store import SavedRun, expand_run
-from src.serving.pretrained import SOURCE, is_pretrained, load_writer
+from src.runs.store import SavedRun
+from src.serving.pretrained import SOURCE, find_source, is_pretrained, load_writer
 from src.serving.terminal import EMPTY
 from src.serving.writer import Writer
 from src.support.command_line import make_parser, parse_arguments, run_command
@@ -139,8 +139,9 @@ def load_answerer(source: Path, places: Places, max_new_tokens: int | None = Non
         ConfigError: the model cannot answer questions.
         UserError: a part of the model is missing.
     """
+    source = find_source(source, places)
     if not is_pretrained(source):
-        folder = checkpoint_folder(expand_run(source, places.runs))
+        folder = checkpoint_folder(source)
         run = folder.parents[1]
         recipe: Any = load_experiment(SavedRun(run).exp, str(run))
         data = getattr(recipe, "data", None)

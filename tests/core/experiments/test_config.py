@@ -195,6 +195,18 @@ def test_unknown_names_the_nearest_and_all():
     assert str(unknown("group", "x", [], "-e")) == "-e: unknown group 'x'. Known: none."
 
 
+def test_a_long_list_is_not_printed():
+    names = [f"group_{n:03}" for n in range(170)]
+    close = str(unknown("group", "crossatn", [*names, "crossattn"], "-e", "`list`"))
+    assert close == "-e: unknown group 'crossatn'. Did you mean 'crossattn'?"
+    several = str(unknown("group", "group_1", names, "-e", "`list`"))
+    assert sum(name in several for name in names) == 3
+    assert str(unknown("group", "zzz", names, "-e", "`list`")) == "-e: unknown group 'zzz'. Known: 170, see `list`."
+    assert sum(name in str(unknown("group", "zzz", names, "-e")) for name in names) == 3
+    at_most = str(unknown("group", "zzz", names[:40], "-e", "`list`"))
+    assert all(name in at_most for name in names[:40])
+
+
 @pytest.mark.parametrize(
     ("loc", "path"),
     [

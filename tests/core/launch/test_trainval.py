@@ -613,7 +613,7 @@ class TestBadInput:
                 ["-e", "g", "--wandb_entity_name", "me"],
                 "--wandb_entity_name: needs --wandb_project_name",
             ),
-            (["--exp_id", "0" * 32], "neither in exp_configs.py nor in"),
+            (["--exp_id", "0" * 32], "not in exp_configs.py, and no run in"),
         ],
     )
     def test_a_mistake_on_the_command_line(

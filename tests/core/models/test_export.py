@@ -113,7 +113,7 @@ def test_a_mean_needs_a_run_with_equal_models(places, tmp_path: Path, capsys: py
 def test_unexportable_models_are_reported(places, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (places.runs / "run").mkdir(parents=True)
     assert run(places, places.runs / "run", tmp_path / "out") == 1
-    assert "run: neither a checkpoint nor a run with a checkpoint" in capsys.readouterr().err
+    assert "runs/run: the folder is neither a checkpoint nor a run" in capsys.readouterr().err
     trained(GPT, places, 1)
     (tmp_path / "out").mkdir()
     assert run(places, places.runs / "run", tmp_path / "out") == 1
@@ -215,5 +215,5 @@ def test_a_run_is_loaded_in_one_call(places, tmp_path: Path):
     assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}, "its blocks, too"
     assert half.generate(**inputs).shape == (2, 9)
     (places.runs / "empty").mkdir()
-    with pytest.raises(CheckpointError, match="empty: neither a checkpoint nor a run with a checkpoint"):
+    with pytest.raises(CheckpointError, match="empty: the folder is neither a checkpoint nor a run"):
         load(str(places.runs / "empty"), places)

@@ -92,7 +92,8 @@ def test_hf_loads_from_the_cache_by_hub_id(pretrained, places, tmp_path, monkeyp
         ConfigError,
         match=r"'owner/name' is neither a folder nor in the local Hugging Face cache\. Download it with `hf download "
         r"owner/name` "
-        r"\(gated models: `hf auth login` first\), or set the model's path to a folder\.",
+        r"\(gated models: .*`python -m data_prep\.gguf FILE\.gguf --name owner/name`.*"
+        rf" {places.data} \(--data_path\)\.$",
     ):
         part({"name": "hf", "path": "owner/name"}).check(places)
 

@@ -1,6 +1,7 @@
 """Plans: which experiments a command line names, and the groups that asked for each."""
 
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -68,7 +69,9 @@ def test_an_experiment_looked_up_by_id_has_the_groups_in_its_directory(tmp_path:
     SavedRun(run).join_groups(["c", "b"])
     assert plan.find(exp_id(ONE), {}, tmp_path).groups == ("c", "b")
     assert plan.find(exp_id(ONE), items, tmp_path).groups == ("c", "b")
-    with pytest.raises(ConfigError, match=r"^--exp_id 0{32}: neither in exp_configs\.py nor in "):
+    with pytest.raises(
+        ConfigError, match=rf"^--exp_id 0{{32}}: not in exp_configs\.py.* in {re.escape(str(tmp_path))} "
+    ):
         plan.find("0" * 32, items, tmp_path)
 
 
@@ -79,7 +82,7 @@ def test_a_unique_prefix_of_an_id_is_enough(tmp_path: Path):
         assert plan.find(full_id[:length], items, tmp_path).exp_id == full_id
     run = saved(tmp_path, ONE, exp_id(ONE))
     assert plan.find(exp_id(ONE)[:6], {}, tmp_path).exp_id == run.name
-    with pytest.raises(ConfigError, match=r"^--exp_id : 40 experiments start with it: .+\. Write more of the id\.$"):
+    with pytest.raises(ConfigError, match=r"^--exp_id : 40 ids start with it: (\w{32}, ){3}\.\.\."):
         plan.find("", items, tmp_path / "none")
 
 
@@ -215,7 +218,29 @@ EXP_GROUPS["whole"] = grid({ONE!r}, {{"seed": [1, 2]}})
 def test_a_run_is_found_by_a_prefix_of_its_id(tmp_path: Path):
     first, second = saved(tmp_path, ONE, "abc1" + "0" * 28), saved(tmp_path, TWO, "abd2" + "0" * 28)
     assert expand_run(tmp_path / "abc") == expand_run(Path("abc"), tmp_path) == expand_run(first) == first
-    assert expand_run(tmp_path / "xyz") == tmp_path / "xyz"
-    with pytest.raises(RunError, match=f"2 ids start with this: {first.name}, {second.name}"):
+    with pytest.raises(ConfigError, match=f"ab: 2 ids start with it: {first.name}, {second.name}"):
         expand_run(tmp_path / "ab")
     assert select_runs(tmp_path / "abd") == (tmp_path, [second.name])
+
+
+def test_an_unknown_run_names_the_newest_runs_and_their_folder(tmp_path: Path):
+    with pytest.raises(ConfigError, match="It has no runs"):
+        expand_run(Path("fff"), tmp_path)
+    with pytest.raises(ConfigError, match="does not exist"):
+        expand_run(Path("fff"), tmp_path / "nowhere")
+    runs = [saved(tmp_path, ONE, f"{n}" * 32) for n in (3, 1, 5, 2)]
+    for age, run in enumerate(runs):
+        os.utime(run / "exp_dict.json", (1000 - age, 1000 - age))
+    for path in (Path("fff"), tmp_path / "fff", Path("talks_model")):
+        with pytest.raises(ConfigError) as error:
+            expand_run(path, tmp_path)
+        message = str(error.value)
+        assert message.startswith(f"{path}: ")
+        assert f"no run in {tmp_path} " in message
+        assert f": {', '.join(run.name for run in runs[:3])};" in message
+        assert runs[3].name not in message
+
+
+def test_an_unknown_group_of_many_names_the_command_that_lists_them():
+    with pytest.raises(ConfigError, match=r"^-e: unknown group 'zzz'\. Known: 41, see `python trainval\.py --list`\.$"):
+        plan.load_groups({f"group_{n}": [ONE] for n in range(41)}, ["zzz"], [])

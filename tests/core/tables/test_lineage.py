@@ -158,11 +158,11 @@ def test_a_unique_prefix_of_an_id_is_enough(tmp_path: Path):
         make(tmp_path, {"recipe": "lm", "seed": seed}) for seed in range(17)
     ]  # two of 17 begin with the same of 16 characters
     graph = lineage.build(tmp_path)
-    assert graph.find(ids[0][:12]) == ids[0]
-    with pytest.raises(ConfigError, match="17 ids start with this"):
-        graph.find("")
-    with pytest.raises(ConfigError, match=r"--exp_id zz: .* 17 "):
-        graph.find("zz")
+    assert graph.find(ids[0][:12], tmp_path) == ids[0]
+    with pytest.raises(ConfigError, match="--exp_id : 17 ids start with it"):
+        graph.find("", tmp_path)
+    with pytest.raises(ConfigError, match=rf"--exp_id zz: .* in {tmp_path} .*{ids[-1]}"):
+        graph.find("zz", tmp_path)
 
 
 def test_an_empty_folder_is_said(tmp_path: Path):

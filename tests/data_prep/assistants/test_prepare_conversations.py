@@ -211,18 +211,18 @@ def test_labels_become_tags():
         (
             "alpaca",
             {"question": "a"},
-            r"no column 'instruction'\. It has: question\. --columns instruction=COLUMN names another",
+            r"here: no key 'instruction'\. It has: question\.",
         ),
-        ("completion", {"prompt": 3, "completion": "b"}, "expected messages with role and content"),
+        ("completion", {"prompt": 3, "completion": "b"}, r"here: prompt: .*got 3 \(int\)"),
         (
             "messages",
             {"messages": [{"role": "narrator", "content": "a"}]},
-            "expected messages with role and content, or from and value",
+            r"here: messages\[0\]: unknown role 'narrator'",
         ),
-        ("messages", {}, "expected messages"),
-        ("pairs", {"chosen": "a"}, "no column 'rejected'"),
-        ("ranked", {"messages": HF}, "no column 'replies'"),
-        ("oasst", {"text": "a"}, "no column 'prompt'"),
+        ("messages", {}, "here: no key 'messages' or 'conversations'"),
+        ("pairs", {"chosen": "a"}, "here: no key 'rejected'"),
+        ("ranked", {"messages": HF}, "here: no key 'replies'"),
+        ("oasst", {"text": "a"}, "here: no key 'prompt'"),
     ],
 )
 def test_rows_of_another_layout_are_refused(form: str, row: dict[str, Any], match: str):
@@ -314,7 +314,7 @@ def test_each_question_is_for_validation_in_one_fold(tmp_path: Path):
             "--columns prompt=b: prompt is already set to a.",
         ),
         (["--form", "messages", "--columns", "x"], "--columns 'x': expected NAME=COLUMN, such as prompt=question."),
-        (["--form", "messages"], "expected messages with role and content, or from and value"),
+        (["--form", "messages"], "a.jsonl:1: no column 'messages' or 'conversations'. It has: question, reply."),
     ],
 )
 def test_mistakes_are_refused(tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]):

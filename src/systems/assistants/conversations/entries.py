@@ -21,6 +21,7 @@ from typing import Any
 
 from src.data.jsonl import check_text
 from src.errors import DataError
+from src.experiments.config import describe_value, nearest_text, unknown_text
 from src.support.parsing import parse_json
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -138,7 +139,10 @@ def read_entry(row: Mapping[str, Any], where: str) -> Entry:
         return Entry(text=text)
     name = "prompt" if "prompt" in row else "messages"
     if not isinstance(row.get(name), list):
-        raise DataError(f"{where}: expected messages, prompt or text, got the keys {', '.join(row) or '(none)'}.")
+        if name in row:
+            raise DataError(f"{where}: {name}: expected a list of messages, got {describe_value(row[name])}.")
+        hint = nearest_text(("messages", "prompt", "text"), row)
+        raise DataError(f"{where}: expected messages, prompt or text, got the keys {', '.join(row) or '(none)'}.{hint}")
     messages = [read_message(raw, f"{where}: {name}[{i}]") for i, raw in enumerate(row[name])]
     replies = row.get("replies")
     if name == "prompt" and row.keys() & {"messages", "replies"}:
@@ -192,12 +196,15 @@ def read_message(raw: Any, where: str) -> Message:
     """
     if not isinstance(raw, dict):
         raise DataError(f"{where}: expected an object with role and content, got {type(raw).__name__}.")
-    if raw.get("role") not in ROLES:
-        raise DataError(f"{where}: role: expected one of {', '.join(ROLES)}, got {raw.get('role')!r}.")
+    _require_key(raw, "role", where)
+    if raw["role"] not in ROLES:
+        raise DataError(f"{where}: {unknown_text('role', str(raw['role']), ROLES)}")
     raw_calls = _objects(raw.get("tool_calls"), f"{where}: tool_calls")
     calls = [_call(each, f"{where}: tool_calls") for each in raw_calls]
     if calls and raw["role"] != "assistant":
         raise DataError(f"{where}: tool_calls: only the assistant calls tools, not {raw['role']}.")
+    if not calls:
+        _require_key(raw, "content", where)
     content = "" if calls and raw.get("content") is None else _text(raw.get("content"), f"{where}: content")
     reasoning = _reasoning(raw, where)
     if reasoning and raw["role"] != "assistant":
@@ -258,7 +265,9 @@ def _parse_json(text: str, where: str) -> Any:
 def _reply(raw: Any, where: str) -> Reply:
     if not isinstance(raw, dict):
         raise DataError(f"{where}: expected an object with content and rank, got {type(raw).__name__}.")
-    rank = raw.get("rank")
+    for name in ("content", "rank"):
+        _require_key(raw, name, where)
+    rank = raw["rank"]
     if type(rank) is not int:
         raise DataError(f"{where}: rank: expected an integer, smaller for better replies, got {rank!r}.")
     score = raw.get("score")
@@ -267,6 +276,11 @@ def _reply(raw: Any, where: str) -> Reply:
     ):
         raise DataError(f"{where}: score: expected a number below {_LARGEST_SCORE:g}, got {score!r:.60}.")
     return Reply(_text(raw.get("content"), f"{where}: content"), rank, _tags(raw, where), _reasoning(raw, where), score)
+
+
+def _require_key(raw: Mapping[str, Any], name: str, where: str) -> None:
+    if name not in raw:
+        raise DataError(f"{where}: no key {name!r}.{nearest_text([name], raw)} It has: {', '.join(raw) or 'none'}.")
 
 
 def _text(value: Any, where: str) -> str:

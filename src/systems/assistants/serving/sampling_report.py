@@ -55,7 +55,7 @@ class Sampling(config.Config):
         names = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
         for name in arguments:
             if name not in names:
-                raise ValueError(unknown_text("argument of generate", name, names))
+                raise ValueError(unknown_text("argument of generate", name, names, "transformers.GenerationConfig"))
         if type(arguments.get("max_new_tokens")) is not int or arguments["max_new_tokens"] < 1:
             raise ValueError(f"max_new_tokens: expected an int above 0, got {arguments.get('max_new_tokens')!r}.")
         return arguments

@@ -227,7 +227,7 @@ def find(name: str, user_file: Path | None = None) -> NamedTask:
             paths[task], entries[task] = path, raw
     if name not in entries:
         raise ConfigError(
-            f"task: {unknown_text('task', name, paths)} To add a task, add an entry to a file in {FOLDER}."
+            f"task: {unknown_text('task', name, paths, str(FOLDER))} To add a task, add an entry to a file in {FOLDER}."
         )
     return NamedTask(name, load_config(Task, entries[name], f"{paths[name]}: {name}"))
 

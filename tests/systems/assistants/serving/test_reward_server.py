@@ -237,7 +237,7 @@ def test_mistakes_are_one_line(places: Places, capsys: pytest.CaptureFixture[str
                 f"error: --port {port}: cannot listen on 127.0.0.1: Address already in use",
             ),
             ([exp_id(JUDGE)[:8], "--port", "70000"], "error: --port 70000: cannot listen on 127.0.0.1: "),
-            (["none"], "error: none/exp_dict.json: no such file."),
+            (["none"], "error: none: no such folder, and no run in "),
         ):
             assert reward_server.main([*words, *options]) == 1
             message_line = capsys.readouterr().err
