@@ -1,7 +1,7 @@
 """Text exchange between people and a model. `Writer` is the interface; `Continuation` continues texts."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from src.data.text.tokenizers import control_ids
@@ -25,7 +25,7 @@ class Writer(ABC):
 
     verb: str
     """Description of the model's action for people, such as "answers"."""
-    end_ids: Collection[int] = ()
+    end_ids: Sequence[int] = ()
     """Tokens that end an answer; empty if text has no end."""
 
     def set_metadata(self, texts: Iterable[str]) -> None:
