@@ -148,7 +148,7 @@ def test_runs_of_different_folders(tmp_path: Path, capsys: pytest.CaptureFixture
         assert json.loads(capsys.readouterr().out)["path"] == str(file)
         assert json.loads(file.read_text())["sections"]["experiment"] == {"seed": {"a": 0, "b": 1}}
     assert diff.main([f"{one.parent}/{one.name[:6]}", f"{other.parent}/{one.name}"]) == 1
-    assert f"{other.parent}/{other.name}: " in capsys.readouterr().err
+    assert f"{other.parent}/{one.name}: " in capsys.readouterr().err
 
 
 def test_two_runs_chosen_by_an_expression(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
