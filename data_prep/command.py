@@ -19,6 +19,7 @@ from typing import Any
 from src import files
 from src.errors import DataError, RunError, print_errors
 from src.support import documents
+from src.support.command_line import make_parser
 from src.support.documents import report
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ def main_of(
     def main(argv: Sequence[str] | None = None) -> int:
         """Run the command line; return the exit code."""
         about = (doc or "").partition("\n\n")[2].strip()
-        parser = argparse.ArgumentParser(prog=command, description=about, allow_abbrev=False)
+        parser = make_parser(command.removeprefix("python -m "), about)
         add_options(parser)
         documents.add_option(parser)
         with documents.parsing(sys.argv[1:] if argv is None else argv):

@@ -23,6 +23,7 @@ from src.evaluation.metrics.answers import INFERENCE, WRONG, answer_scores, grou
 from src.experiments.dataset_protocols import Prediction
 from src.experiments.registry import METRICS, bind
 from src.support import documents
+from src.support.command_line import make_parser
 from src.tables import results, run_arguments
 
 NOTHING = "(nothing)"
@@ -231,8 +232,7 @@ def _box(sample: Sample) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="python -m results.answers", description=__doc__, formatter_class=layout)
+    parser = make_parser("results.answers", __doc__)
     run_arguments.add(parser, "the best run of these groups")
     parser.add_argument("--exp_id", metavar="ID", help="of this run, by its id or the start of it")
     parser.add_argument(

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from src.errors import ConfigError, print_errors
 from src.runs.environment import evaluation_digest
 from src.support import documents
-from src.support.command_line import parse_arguments
+from src.support.command_line import make_parser, parse_arguments
 from src.tables import comparability, results, run_arguments
 from src.tables.comparability import Family
 from src.tables.comparison import MAX_SEEDS, SAME, Comparison, compare
@@ -293,7 +293,7 @@ def add_verdict_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m results.compare", description=__doc__)
+    parser = make_parser("results.compare", __doc__)
     parser.add_argument("base", metavar="BASE", help="the experiment to improve on")
     parser.add_argument("candidates", nargs="+", metavar="CANDIDATE", help="one or several experiments")
     parser.add_argument(

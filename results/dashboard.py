@@ -16,7 +16,7 @@ from results import answers, progress
 from results.lineage import tree
 from results.pages import chart, markup, overview, panes, run_page
 from src.errors import ConfigError, UserError, print_errors
-from src.support.command_line import parse_arguments
+from src.support.command_line import make_parser, parse_arguments
 from src.support.served_page import add_address, serve_page
 from src.tables import curves, lineage, results
 from src.tables.run_arguments import RUNS
@@ -419,7 +419,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m results.dashboard", description=__doc__)
+    parser = make_parser("results.dashboard", __doc__)
     parser.add_argument(
         "runs", nargs="?", type=Path, default=RUNS, help=f"folder of save directories (default: {RUNS})"
     )

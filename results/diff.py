@@ -16,6 +16,7 @@ from src.runs.scores import SCORES
 from src.runs.store import CONFIG, DIFF, SavedRun
 from src.runs.summary import summarize
 from src.support import documents
+from src.support.command_line import make_parser
 from src.tables import run_arguments
 from src.tables.comparability import training_inputs
 
@@ -153,7 +154,7 @@ def _side_text(pair: Mapping[str, Any], side: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m results.diff", description=__doc__)
+    parser = make_parser("results.diff", __doc__)
     run_arguments.add(parser)
     return parser
 

@@ -9,7 +9,7 @@ from typing import Literal
 from results.table import default_metric
 from src.errors import print_errors
 from src.support import documents
-from src.support.command_line import aligned_lines
+from src.support.command_line import aligned_lines, make_parser
 from src.tables import lineage, run_arguments
 from src.tables.lineage import Edge, Lineage, Node
 
@@ -188,7 +188,7 @@ def _escape(text: str, escapes: dict[str, str]) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m results.lineage", description=__doc__)
+    parser = make_parser("results.lineage", __doc__)
     run_arguments.add(parser, "only the runs of these groups, their ancestors and descendants")
     parser.add_argument(
         "--exp_id", help="only this experiment, its ancestors and descendants; the start of an id is enough"

@@ -5,7 +5,6 @@ A RUN is a save directory, or a prefix of its id. The table also has the gain fr
 the gain is not due to the metadata (src/systems/metadata/gains.py).
 """
 
-import argparse
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from results.pages import legend
 from src.errors import DataError, print_errors
 from src.runs.scores import SCORES, Scores
 from src.support import documents
+from src.support.command_line import make_parser
 from src.tables import run_arguments
 from src.tables.terminal_table import draw_rich
 
@@ -52,7 +52,7 @@ class Document(documents.Document):
 @print_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table and the path of the picture. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m results.metadata", description=__doc__)
+    parser = make_parser("results.metadata", __doc__)
     run_arguments.add(
         parser, output=f"PNG, or another format that matplotlib knows (default: {plot.PLOTS}/metadata-ID.png)"
     )

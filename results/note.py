@@ -11,6 +11,7 @@ from typing import Literal, TypedDict
 from src.errors import ConfigError, print_errors
 from src.runs.store import SavedRun
 from src.support import documents
+from src.support.command_line import make_parser
 from src.tables import run_arguments
 
 
@@ -56,8 +57,7 @@ def _line(row: Remark) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="python -m results.note", description=__doc__, formatter_class=layout)
+    parser = make_parser("results.note", __doc__)
     run_arguments.add(parser)
     parser.add_argument("--tag", nargs="+", action="extend", default=[], metavar="T", help="add these tags")
     parser.add_argument("--untag", nargs="+", action="extend", default=[], metavar="T", help="remove these tags")

@@ -19,7 +19,7 @@ from src.errors import ConfigError, DataError, print_errors
 from src.experiments.config import unknown
 from src.files import encodable, write_atomic, writing
 from src.runs.summary import is_finite
-from src.support.command_line import require_at_least
+from src.support.command_line import make_parser, require_at_least
 from src.tables import curves, results, run_arguments, statistics
 
 if TYPE_CHECKING:
@@ -262,7 +262,7 @@ def write_plainly(figure: Any) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m results.plot", description=__doc__)
+    parser = make_parser("results.plot", __doc__)
     run_arguments.add(parser, output=f"PNG, or another format that matplotlib knows (default: {PLOTS}/GROUP.png)")
     parser.add_argument(
         "--x", default="step", metavar="NAME", help="step, seconds, or a score such as tokens (default: step)"

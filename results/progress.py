@@ -22,6 +22,7 @@ from src.files import ROOT, read_json
 from src.runs.code_version import Git
 from src.runs.store import ENV, SavedRun
 from src.support import documents
+from src.support.command_line import make_parser
 from src.tables import comparability, results, run_arguments, statistics
 from src.tables.comparability import Family
 from src.tables.comparison import BETTER, compare, require_min_effect
@@ -231,7 +232,7 @@ def render(runs: Path, group: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m results.progress", description=__doc__)
+    parser = make_parser("results.progress", __doc__)
     run_arguments.add(parser, output="also draw the picture into this file, such as progress.png")
     parser.add_argument(
         "--branch", metavar="NAME", help="only runs with code of this git branch, or of a range such as main..NAME"

@@ -18,6 +18,7 @@ from results.pages.legend import NEUTRAL
 from results.plot import PLOTS, draw_line, place_legend, write_plainly
 from src.errors import DataError, UserError, print_errors
 from src.experiments.config import unknown
+from src.support.command_line import make_parser
 from src.tables import lineage, results, run_arguments
 from src.tables.gpu_hours import gpu_hours
 
@@ -245,7 +246,7 @@ def _spell_counts(values: Iterable[tuple[str, int]]) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m results.report", description=__doc__)
+    parser = make_parser("results.report", __doc__)
     run_arguments.add(parser, output=f"the file (default: {PLOTS}/GROUP.html)")
     parser.add_argument(
         "--metric", nargs="+", metavar="NAME", help=f"scores to draw as curves (default: the first {PANELS})"

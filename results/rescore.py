@@ -29,7 +29,7 @@ from src.experiments.registry import METRICS, bind
 from src.files import reading
 from src.runs.store import EXP_DICT, SavedRun
 from src.support import documents
-from src.support.command_line import parse_arguments
+from src.support.command_line import make_parser, parse_arguments
 from src.support.parsing import parse_json
 from src.tables.terminal_table import draw_rich
 
@@ -200,9 +200,7 @@ _METRICS_HELP = (
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m results.rescore", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("results.rescore", __doc__)
     parser.add_argument(
         "files", nargs="+", type=Path, metavar="FILE", help="a file of answers, or the save directory of a run"
     )

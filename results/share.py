@@ -19,6 +19,7 @@ from src.runs.code_version import SECRET_FILES
 from src.runs.lease import GUARD, LEASE
 from src.runs.store import EXP_DICT
 from src.support import documents
+from src.support.command_line import make_parser
 from src.tables import results, run_arguments, statistics
 
 MAX_FILE_BYTES = 64_000_000
@@ -184,7 +185,7 @@ def _add(archive: zipfile.ZipFile, name: str, content: bytes) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m results.share", description=__doc__)
+    parser = make_parser("results.share", __doc__)
     run_arguments.add(parser, output=f"the zip to write (default: {PLOTS}/GROUP.zip)")
     parser.add_argument(
         "--wandb", action="store_true", help="with the folders of wandb, which hold the machine's name and user"

@@ -14,6 +14,7 @@ from src.errors import ConfigError, print_errors
 from src.evaluation.metrics.answers import GAIN, INFERENCE, WRONG
 from src.runs.store import CODE_VERSIONS
 from src.support import documents
+from src.support.command_line import make_parser
 from src.tables import results, run_arguments, statistics
 from src.tables.gpu_hours import gpu_hours
 from src.tables.terminal_table import arrange, choose, draw, draw_rich, facts, plain, score_cells
@@ -338,7 +339,7 @@ def _escape(cell: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m results.table", description=__doc__)
+    parser = make_parser("results.table", __doc__)
     run_arguments.add(parser)
     parser.add_argument(
         "--by", nargs="+", metavar="KEY", help="dotted config keys (default: all that vary, but the seed)"

@@ -19,6 +19,7 @@ from src.runs import jsonl_records, ledger
 from src.runs.scores import SCORES, Scores
 from src.runs.store import PERF, SavedRun
 from src.runs.summary import Summary
+from src.support.command_line import make_parser
 from src.tables import results, run_arguments
 
 MAX_EVENTS = 200
@@ -290,7 +291,7 @@ def _header(run: SavedRun, title: str, rows: Sequence[Mapping[str, Any]]) -> str
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m results.pages.run_page", description=__doc__)
+    parser = make_parser("results.pages.run_page", __doc__)
     run_arguments.add(parser, output=f"the file (default: {PLOTS}/ID.html)")
     return parser
 
