@@ -61,8 +61,8 @@ class Terminal:
             _show("\n")
             if is_stopped():
                 sys.stderr.write("(stopped)\n")
-            elif is_empty:
-                sys.stderr.write(f"{EMPTY}\n")
+            else:
+                write_remarks(is_empty, self._writer.remark)
 
     def run(self) -> None:
         """Answer lines of standard input until its end or /quit. In a terminal, with prompt, line editing and
@@ -115,6 +115,11 @@ class Terminal:
         with writing(path), open(path, "a", encoding="utf-8") as file:
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         sys.stderr.write(f"{path}: saved\n")
+
+
+def write_remarks(is_empty: bool, remark: str) -> None:
+    """Write to standard error what an answer does not show: that it is empty, or truncated (`Writer.remark`)."""
+    sys.stderr.writelines(f"{line}\n" for line in (EMPTY if is_empty else "", remark) if line)
 
 
 def _full(ids: Any, value: bool) -> Any:

@@ -4,7 +4,15 @@ from collections.abc import Callable
 from typing import Any
 
 from src.errors import ConfigError, DataError
-from src.serving.writer import ConversationTooLong, Writer, fit_new_tokens, is_reset, stream_to
+from src.serving.writer import (
+    ConversationTooLong,
+    Writer,
+    describe_truncation,
+    fit_new_tokens,
+    is_reset,
+    positions,
+    stream_to,
+)
 from src.systems.assistants.conversations import templates
 from src.systems.assistants.conversations.dataset import ConversationConfig, with_system
 from src.systems.assistants.conversations.entries import Message
@@ -88,6 +96,7 @@ class Talk(Writer):
         """
         if is_reset(text):
             self.messages.clear()
+            self.remark = ""
             return ""
         self.messages.append(Message("user", text))
         try:
@@ -120,7 +129,7 @@ class Talk(Writer):
         import torch
 
         ids = torch.tensor([prompt], device=self._model.device)
-        options["max_new_tokens"] = fit_new_tokens(self._model, ids.shape[1], options["max_new_tokens"])
+        limit = options["max_new_tokens"] = fit_new_tokens(self._model, ids.shape[1], options["max_new_tokens"])
         with torch.no_grad():
             rows = self._model.generate(
                 ids,
@@ -131,7 +140,9 @@ class Talk(Writer):
                 streamer=streamer,
                 **options,
             )
-        return [row[ids.shape[1] :].tolist() for row in rows]
+        answers = [row[ids.shape[1] :].tolist() for row in rows]
+        self.remark = describe_truncation(answers[0], limit, self._ends, ids.shape[1] + limit == positions(self._model))
+        return answers
 
 
 def _find_renderer(tokenizer: Any, data: ConversationConfig | None) -> Renderer | None:
