@@ -64,6 +64,7 @@ OUTSIDE = ("tests", "benchmarks", "examples", "docs", ".ci")  # these can import
 SHORT = {
     "src.systems.crossattn.demo": "found by its name",
     "src.__init__": "the first import of every command",
+    "src.support.library_output": "settings of that import",
     "src.support.missing_package": "the hook of that import",
     "src.support.patterns": "one idea, which expressions and rewards share",
     "src.systems.crossattn.model.kv_cache": "found by its name",

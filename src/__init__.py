@@ -1,3 +1,3 @@
 """All that trains."""
 
-from src.support import missing_package  # noqa: F401  before any other import
+from src.support import library_output, missing_package  # noqa: F401  before any other import

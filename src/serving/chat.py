@@ -2,6 +2,7 @@
 
 python -m src.serving.chat MODEL                                 a chat in the terminal; /help lists its commands
 python -m src.serving.chat MODEL "2 + 3?"                         one answer
+python -m src.serving.chat MODEL "2 + 3?" "Plus 1?"               one conversation: the second answer reads the first
 python -m src.serving.chat RUN --metadata url=docs.python.org "The module abc"
 
 MODEL is a run (its save directory or a prefix of its id), a checkpoint, an export, a folder of save_pretrained, or an
@@ -30,13 +31,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--max_new_tokens",
         type=int,
-        help="maximum tokens of an answer (default: 100, or fewer if the model has no more positions)",
+        help="maximum tokens per answer (default: 100, or fewer if the model has no more positions)",
     )
     add(
         "--temperature",
         type=float,
         default=0.8,
-        help="sampling temperature; 0 for the most probable answer, to compare models (default: %(default)s)",
+        help="sampling temperature; 0 for greedy decoding, to compare models (default: %(default)s)",
     )
     add("--top_p", type=float, default=0.95, help="nucleus sampling probability (default: %(default)s)")
     add("--seed", type=int, default=0, help="seed of sampling (default: %(default)s)")
@@ -81,7 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "texts",
         metavar="TEXT",
         nargs="*",
-        help="messages of one conversation, answered in turn, or texts to continue (default: lines from the keyboard)",
+        help="messages of one conversation, answered in order; or texts, continued separately by a model without a "
+        "chat template (default: lines of standard input)",
     )
     add("--metadata", action="append", default=[], metavar="KEY=VALUE", help="metadata of the text; repeatable")
     add("--8bit", dest="eight_bit", action="store_true", help="load matrices in 8 bits, on a GPU, with bitsandbytes")

@@ -19,8 +19,6 @@ from src.serving.writer import RESET, ConversationTooLong, Writer, is_reset
 PROMPT = "> "
 EMPTY = "(empty answer)"
 """Written to standard error after an answer without a visible character."""
-CUT = "(cut at the limit: raise --max_new_tokens)"
-"""Written to standard error after an answer without its end."""
 _COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?")
 _COMMANDS = {
     "help": "/help         lists these commands",
@@ -57,23 +55,14 @@ class Terminal:
             is_empty = is_empty and not piece.strip()
             _show(piece)
 
-        last = None
-
         with _stopping_at_ctrl_c() as is_stopped:
-
-            def stop(ids: Any, *_: Any) -> Any:
-                nonlocal last
-                last = ids[0, -1]
-                return _full(ids, is_stopped())
-
-            self._writer.say(text, show, **self._options, stopping_criteria=[stop])
+            options = {**self._options, "stopping_criteria": [lambda ids, *_: _full(ids, is_stopped())]}
+            self._writer.say(text, show, **options)
             _show("\n")
             if is_stopped():
                 sys.stderr.write("(stopped)\n")
-            elif is_empty:
-                sys.stderr.write(f"{EMPTY}\n")
-            elif last is not None and self._writer.end_ids and int(last) not in self._writer.end_ids:
-                sys.stderr.write(f"{CUT}\n")
+            else:
+                write_remarks(is_empty, self._writer.remark)
 
     def run(self) -> None:
         """Answer lines of standard input until its end or /quit. In a terminal, with prompt, line editing and
@@ -126,6 +115,11 @@ class Terminal:
         with writing(path), open(path, "a", encoding="utf-8") as file:
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         sys.stderr.write(f"{path}: saved\n")
+
+
+def write_remarks(is_empty: bool, remark: str) -> None:
+    """Write to standard error what an answer does not show: that it is empty, or truncated (`Writer.remark`)."""
+    sys.stderr.writelines(f"{line}\n" for line in (EMPTY if is_empty else "", remark) if line)
 
 
 def _full(ids: Any, value: bool) -> Any:

@@ -1,7 +1,7 @@
 """Text exchange between people and a model. `Writer` is the interface; `Continuation` continues texts."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 from src.data.text.tokenizers import control_ids
@@ -25,8 +25,8 @@ class Writer(ABC):
 
     verb: str
     """Description of the model's action for people, such as "answers"."""
-    end_ids: Sequence[int] = ()
-    """Tokens that end an answer; empty if text has no end."""
+    remark = ""
+    """Why the last text ended before an end token (`describe_truncation`); else empty."""
 
     def set_metadata(self, texts: Iterable[str]) -> None:
         """Set the metadata of the generated text, from `KEY=VALUE` texts.
@@ -77,7 +77,10 @@ class Continuation(Writer):
 
     def ask(self, context: str, question: str, **options: Any) -> str:
         """See `Writer`. The answer is the rest of a line."""
-        return self.write(f"{context}\n\nQuestion: {question}\nAnswer:", **options).partition("\n")[0]
+        text = self.write(f"{context}\n\nQuestion: {question}\nAnswer:", **options)
+        answer, line_end, _ = text.partition("\n")
+        self.remark = "" if line_end else self.remark
+        return answer
 
     def reset(self) -> None:
         """Forget the texts."""
@@ -101,7 +104,7 @@ class Continuation(Writer):
 
         ids = torch.tensor([self.prompt(text)], device=self._model.device)
         prompt_tokens = 0 if self._is_seq2seq else ids.shape[1]
-        options["max_new_tokens"] = fit_new_tokens(self._model, prompt_tokens, options["max_new_tokens"])
+        limit = options["max_new_tokens"] = fit_new_tokens(self._model, prompt_tokens, options["max_new_tokens"])
         end = self._tokenizer.eos_token_id
         with torch.no_grad():
             rows = self._model.generate(
@@ -113,10 +116,12 @@ class Continuation(Writer):
                 streamer=streamer,
                 **options,
             )
+        new = rows[0, 1 if self._is_seq2seq else prompt_tokens :].tolist()  # 1: the start token
+        self.remark = describe_truncation(new, limit, [end], prompt_tokens + limit == positions(self._model))
         if self._is_seq2seq:
             return self._tokenizer.decode(rows[0], skip_special_tokens=True)
         # Decode together with the prompt, as a tokenizer can drop a leading blank.
-        before, new = self._tokenizer(text, add_special_tokens=False)["input_ids"], rows[0, ids.shape[1] :].tolist()
+        before = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         start, complete = (self._tokenizer.decode(part, skip_special_tokens=True) for part in (before, [*before, *new]))
         return complete[len(start) :]
 
@@ -130,6 +135,11 @@ def stream_to(tokenizer: Any, show: Callable[[str], object]) -> Any:
     return streamer
 
 
+def positions(model: Any) -> int | None:
+    """Maximum tokens of a text that the model can read and write; None if its config has no maximum."""
+    return getattr(model.config, "max_position_embeddings", None)
+
+
 def fit_new_tokens(model: Any, tokens: int, new_tokens: int | None) -> int:
     """Maximum tokens to generate after a prompt of `tokens`: `new_tokens`, or by default 100, or fewer if the model has
     no more positions.
@@ -137,7 +147,7 @@ def fit_new_tokens(model: Any, tokens: int, new_tokens: int | None) -> int:
     Raises:
         ConfigError: `tokens` and `new_tokens` exceed the context of the model, or the prompt fills it.
     """
-    longest = getattr(model.config, "max_position_embeddings", None)
+    longest = positions(model)
     if new_tokens is None:
         new_tokens = max(1, min(100, longest - tokens)) if longest else 100
     if longest and tokens + new_tokens > longest:
@@ -146,3 +156,13 @@ def fit_new_tokens(model: Any, tokens: int, new_tokens: int | None) -> int:
             "Write less, or lower --max_new_tokens."
         )
     return new_tokens
+
+
+def describe_truncation(new: Sequence[int], limit: int, ends: Container[int], is_full: bool = False) -> str:
+    """A line for people if the generated ids `new` have `limit` tokens and no end token; else an empty text.
+    is_full: whether the model has no more positions."""
+    if len(new) < limit or new[-1] in ends:
+        return ""
+    if is_full:
+        return f"(truncated after {limit} tokens: the model has no more positions)"
+    return f"(truncated after {limit} tokens: raise --max_new_tokens for more)"

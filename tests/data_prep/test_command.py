@@ -29,7 +29,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--words", nargs="+")
 
 
-main = command.main_of(COMMAND, "How it is called.\n\nWhat it does.", add_options, prepare)
+EXAMPLES = ["python -m data_prep.toy --name a", "python -m data_prep.toy --name b --words c"]
+main = command.main_of(
+    COMMAND, "\n".join(["How it is called.", "", *EXAMPLES, "", "What it does."]), add_options, prepare
+)
 
 
 def test_a_command_makes_a_folder_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -71,6 +74,7 @@ def test_the_help_describes_the_command(capsys: pytest.CaptureFixture[str]):
         main(["--help"])
     assert "usage: python -m data_prep.toy " in (output := capsys.readouterr().out)
     assert "What it does." in output
+    assert not {*EXAMPLES} - {*output.splitlines()}, "they can be copied"
 
 
 def test_a_locked_folder_is_refused(tmp_path: Path):

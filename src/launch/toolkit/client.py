@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -155,7 +156,9 @@ def find_packages() -> tuple[Any, Any]:
             "toolkit: needs the client eai_toolkit_client, which is not installed. Install it from the toolkit's index."
         ) from None
     try:
-        from haven.haven_jobs import toolkit_manager
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "pkg_resources is deprecated as an API", module="haven$")
+            from haven.haven_jobs import toolkit_manager
     except ImportError as error:
         raise LaunchError(
             f"toolkit: haven cannot be imported: {error}. pip install -r requirements/haven.txt."

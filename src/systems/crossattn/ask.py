@@ -28,8 +28,8 @@ from src.files import reading
 from src.models.load import add_options, checkpoint_folder, load, move
 from src.runs.store import SavedRun
 from src.serving.pretrained import SOURCE, find_source, is_pretrained, load_writer
-from src.serving.terminal import EMPTY
-from src.serving.writer import Writer
+from src.serving.terminal import write_remarks
+from src.serving.writer import Writer, describe_truncation
 from src.support.command_line import make_parser, parse_arguments, run_command
 from src.support.served_page import add_access
 from src.systems.crossattn.data import cross_attention
@@ -51,6 +51,9 @@ class Query(NamedTuple):
 
 class Answerer:
     """A cross-attention model that reads contexts as in the experiment that trained it."""
+
+    remarks: Sequence[str] = ()
+    """`Writer.remark` of each of the last answers."""
 
     def __init__(self, model: Any, tokenizer: Any, data: cross_attention.Config, max_new_tokens: int) -> None:
         self._model, self._tokenizer = model, tokenizer
@@ -81,6 +84,7 @@ class Answerer:
         for i, sample in enumerate(samples):
             together.setdefault(json.dumps(sample["context_chunks"]), []).append(i)
         texts_by_row, end = [""] * len(rows), self._tokenizer.eos_token_id
+        self.remarks = remarks = [""] * len(rows)
         for key, indices in together.items():
             tensors: Any = data.collate_prompts([samples[i] for i in indices])
             batch = {name: tensor.to(self._model.base.device) for name, tensor in tensors.items()}
@@ -93,9 +97,9 @@ class Answerer:
                     eos_token_id=end,
                     pad_token_id=end,
                 )
-            texts = self._tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
-            for i, text in zip(indices, texts, strict=True):
-                texts_by_row[i] = text.strip()
+            for i, new in zip(indices, ids[:, batch["input_ids"].shape[1] :].tolist(), strict=True):
+                texts_by_row[i] = self._tokenizer.decode(new, skip_special_tokens=True).strip()
+                remarks[i] = describe_truncation(new, self._max_new_tokens, [end])
         return texts_by_row
 
     def _context(self, key: str, batch: dict[str, Any]) -> Any:
@@ -111,6 +115,9 @@ class Answerer:
 class PromptAnswerer:
     """A model that reads the context in its prompt: a chat message, or a text to continue."""
 
+    remarks: Sequence[str] = ()
+    """`Writer.remark` of each of the last answers."""
+
     def __init__(self, writer: Writer, model: Any, max_new_tokens: int) -> None:
         self._writer, self._model = writer, model
         self._options = {"max_new_tokens": max_new_tokens, "do_sample": False}
@@ -125,10 +132,12 @@ class PromptAnswerer:
         Raises:
             ConfigError: a context is too long for the model.
         """
-        return [self._answer(query).strip() for query in queries]
-
-    def _answer(self, query: Query) -> str:
-        return self._writer.ask(query.context, query.question, **self._options)
+        self.remarks = remarks = list[str]()
+        texts = []
+        for query in queries:
+            texts.append(self._writer.ask(query.context, query.question, **self._options).strip())
+            remarks.append(self._writer.remark)
+        return texts
 
 
 def load_answerer(source: Path, places: Places, max_new_tokens: int | None = None) -> Answerer | PromptAnswerer:
@@ -181,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser("src.systems.crossattn.ask", __doc__)
     add = parser.add_argument
     add("run", metavar="MODEL", type=Path, help=SOURCE)
-    add("questions", nargs="*", help="questions, answered one per line")
+    add("questions", nargs="*", help="questions, each answered separately in a line, by greedy decoding")
     add("--context", type=Path, metavar="FILE", help="the context, as UTF-8 text")
     add("--serve", type=int, metavar="PORT", help="answer requests; 0 for a free port")
     add_access(parser, "anyone with the token can ask")
@@ -198,11 +207,11 @@ def _act(args: argparse.Namespace) -> int:
     answerer.to(args.device)
     if args.context:
         context = _read_text(args.context)
-        for text in answerer.answer([Query(context, question) for question in args.questions]):
+        texts = answerer.answer([Query(context, question) for question in args.questions])
+        for text, remark in zip(texts, answerer.remarks, strict=True):
             sys.stdout.write(f"{text}\n")
             sys.stdout.flush()
-            if not text:
-                sys.stderr.write(f"{EMPTY}\n")
+            write_remarks(not text, remark)
         return 0
     args.port = args.serve
     server = make_server(answerer, args)

@@ -83,19 +83,13 @@ def test_modules_are_shown():
 
 
 @pytest.mark.parametrize("line", MODULES)
-def test_commands_of_modules_have_the_flags_shown_and_print_their_examples(
-    line: str, capsys: pytest.CaptureFixture[str]
-):
+def test_commands_of_modules_have_the_flags_shown(line: str, capsys: pytest.CaptureFixture[str]):
     module, *words = shlex.split(line)[2:]
     place = f"{module}.__main__" if (ROOT / module.replace(".", "/")).is_dir() else module
-    command = import_module(place)
     with pytest.raises(SystemExit, match=r"^0$"):
-        command.main(["--help"])
-    about = capsys.readouterr().out
-    flags = set(re.findall(r"(?<![\w-])-{1,2}[a-z0-9][\w-]*", about))
+        import_module(place).main(["--help"])
+    flags = set(re.findall(r"(?<![\w-])-{1,2}[a-z0-9][\w-]*", capsys.readouterr().out))
     assert {word for word in words if word.startswith("-")} <= flags
-    examples = [text for text in command.__doc__.splitlines() if text.strip().startswith("python -m ")]
-    assert set(examples) <= set(about.splitlines())
 
 
 @pytest.mark.parametrize("launcher", ["local", "slurm", "ray", "toolkit"])

@@ -88,6 +88,18 @@ def test_every_flag_is_in_the_section_of_its_command():
     assert len(parsers) >= 60
 
 
+@pytest.mark.slow
+def test_help_shows_each_example_in_a_line_of_its_own():
+    """Examples in the docstring of a command, such as `python -m ...`, can be copied from its --help."""
+    example_counts = []
+    for command, parser in reference.commands().items():
+        module = sys.modules.get(command.removeprefix("python ").removeprefix("-m ").removesuffix(".py"))
+        examples = re.findall(r"^(?:python|torchrun|curl) .*$", (module and module.__doc__) or "", re.MULTILINE)
+        assert not {*examples} - {*parser.format_help().splitlines()}, command
+        example_counts.append(len(examples))
+    assert sum(map(bool, example_counts)) >= 20
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, built strictly: a warning is an error."""

@@ -14,8 +14,9 @@ from src.errors import UserError
 from src.experiments.config import Places
 from src.serving import chat
 from src.serving.pretrained import is_pretrained, load_writer, source_name
-from src.serving.terminal import CUT, EMPTY, Terminal
+from src.serving.terminal import Terminal
 from src.serving.writer import Continuation
+from src.systems.assistants.conversations.entries import Message
 from src.systems.assistants.serving import page, sampling_report
 from src.systems.assistants.serving.conversation import Talk
 from src.systems.crossattn import ask
@@ -100,16 +101,41 @@ def test_an_empty_answer_is_reported_on_stderr(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr() == ("\n a\n", "(empty answer)\n")
 
 
-def test_an_answer_cut_at_the_limit_is_reported_on_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """The most probable token ends the answer, or is no end."""
-    model = pretrained_folders.save(tmp_path / "model")
-    for row, remark in ((model.config.eos_token_id, ""), (model.config.eos_token_id + 10, f"{CUT}\n")):
-        writer, loaded = load_writer(tmp_path / "model", PLACES)
-        with torch.no_grad():
-            loaded.lm_head.weight = torch.nn.Parameter(torch.zeros_like(loaded.lm_head.weight))
-            loaded.lm_head.bias = torch.nn.Parameter(torch.eye(len(loaded.lm_head.weight))[row])
-        Terminal(writer, [], {"max_new_tokens": 3, "do_sample": False}).answer("hello")
-        assert capsys.readouterr().err.replace(f"{EMPTY}\n", "") == remark
+@pytest.mark.parametrize("command", ["chat", "ask"])
+def test_only_an_answer_without_an_end_token_is_reported_as_truncated(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    folder = tmp_path / "model"
+    pretrained_folders.save(folder)
+    (tmp_path / "context").write_text("The cat is red.")
+    options = ["--context", str(tmp_path / "context")] if command == "ask" else ["--temperature", "0"]
+    main = {"chat": chat.main, "ask": ask.main}[command]
+
+    def remark(tokens: int) -> str:
+        assert main([str(folder), "Which?", *options, "--max_new_tokens", str(tokens)]) == 0
+        return capsys.readouterr().err
+
+    talk, model = load_writer(folder, PLACES)
+    assert isinstance(talk, Talk)
+    prompt = talk.prompt_ids([Message("user", "The cat is red.\n\nWhich?" if command == "ask" else "Which?")])
+    ids = model.generate(torch.tensor([prompt]), pad_token_id=0, **GREEDY)[0, len(prompt) :].tolist()
+    assert "--max_new_tokens" in (truncated := remark(8))
+    assert " 8 tokens" in truncated
+    end = next(i for i in range(3, 8) if ids[i] not in ids[:i])
+    settings = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps({**settings, "eos_token_id": [0, ids[end]]}))
+    assert remark(8) == remark(end + 1) == "", "it ends there"
+    assert f" {end} tokens" in remark(end)
+
+
+def test_a_full_context_is_not_blamed_on_the_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    pretrained_folders.save(tmp_path / "chat", positions=64)
+    pretrained_folders.save(tmp_path / "text", None, positions=64)
+    for name in ("chat", "text"):
+        assert chat.main([str(tmp_path / name), "a" * 20, "--temperature", "0"]) == 0
+        message = capsys.readouterr().err
+        assert "no more positions" in message
+        assert "--max_new_tokens" not in message
 
 
 def test_spelled_control_tokens_are_plain_text(tmp_path: Path):

@@ -95,6 +95,7 @@ def test_an_empty_answer_is_reported_on_stderr(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(ask.Answerer, "answer", lambda *_: ["", "red"])
+    monkeypatch.setattr(ask.Answerer, "remarks", ["", ""])
     (tmp_path / "context.txt").write_text(FACTS[2][0])
     place = ["--data_path", str(folder / "data"), "-sb", str(folder / "runs"), "--device", "cpu"]
     assert ask.main([exp_id(READER)[:10], "--context", str(tmp_path / "context.txt"), QUESTION, "what ?", *place]) == 0
@@ -110,7 +111,11 @@ def test_the_command(folder: Path, answerer: ask.Answerer, tmp_path: Path, capsy
     words = [run, "--context", str(tmp_path / "context.txt"), QUESTION, "what ?", "--device", "cpu", *place]
     assert ask.main(words) == 0
     expected = answerer.answer([ask.Query(FACTS[2][0], question) for question in (QUESTION, "what ?")])
-    assert capsys.readouterr().out.splitlines() == expected
+    output = capsys.readouterr()
+    assert output.out.splitlines() == expected
+    assert "truncated" not in output.err, "these answers have end tokens"
+    assert ask.main([*words, "--max_new_tokens", "1"]) == 0
+    assert capsys.readouterr().err.count("truncated after 1 tokens: raise --max_new_tokens") == 2
     assert ask.main([run, *place]) == 1
     assert "error: expected either --context FILE with questions, or --serve PORT." in capsys.readouterr().err
     assert (

@@ -4,7 +4,15 @@ from collections.abc import Callable
 from typing import Any
 
 from src.errors import ConfigError, DataError
-from src.serving.writer import ConversationTooLong, Writer, fit_new_tokens, is_reset, stream_to
+from src.serving.writer import (
+    ConversationTooLong,
+    Writer,
+    describe_truncation,
+    fit_new_tokens,
+    is_reset,
+    positions,
+    stream_to,
+)
 from src.systems.assistants.conversations import templates
 from src.systems.assistants.conversations.dataset import ConversationConfig, with_system
 from src.systems.assistants.conversations.entries import Message
@@ -31,7 +39,7 @@ class Talk(Writer):
         if data is None:  # like transformers
             configured_ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
             ends, never = [*ends, *(configured_ends if isinstance(configured_ends, list) else [configured_ends])], []
-        self.end_ids, self._never = [*dict.fromkeys(end for end in ends if end is not None)], never or None
+        self._ends, self._never = [*dict.fromkeys(end for end in ends if end is not None)], never or None
         self.messages: list[Message] = []
 
     def streamer(self, show: Callable[[str], object]) -> Any:
@@ -88,6 +96,7 @@ class Talk(Writer):
         """
         if is_reset(text):
             self.messages.clear()
+            self.remark = ""
             return ""
         self.messages.append(Message("user", text))
         try:
@@ -120,18 +129,20 @@ class Talk(Writer):
         import torch
 
         ids = torch.tensor([prompt], device=self._model.device)
-        options["max_new_tokens"] = fit_new_tokens(self._model, ids.shape[1], options["max_new_tokens"])
+        limit = options["max_new_tokens"] = fit_new_tokens(self._model, ids.shape[1], options["max_new_tokens"])
         with torch.no_grad():
             rows = self._model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                eos_token_id=self.end_ids or None,
-                pad_token_id=self.end_ids[0] if self.end_ids else None,
+                eos_token_id=self._ends or None,
+                pad_token_id=self._ends[0] if self._ends else None,
                 suppress_tokens=self._never,
                 streamer=streamer,
                 **options,
             )
-        return [row[ids.shape[1] :].tolist() for row in rows]
+        answers = [row[ids.shape[1] :].tolist() for row in rows]
+        self.remark = describe_truncation(answers[0], limit, self._ends, ids.shape[1] + limit == positions(self._model))
+        return answers
 
 
 def _find_renderer(tokenizer: Any, data: ConversationConfig | None) -> Renderer | None:

@@ -116,6 +116,7 @@ class Page:
             return
         for pane, reply in zip(panes, replies, strict=True):
             pane.object = html.escape(reply or "(empty reply)")
+        note.object = html.escape("\n".join(dict.fromkeys(filter(None, self._conversation.remarks))))
         self._close()
         if len(set(replies)) > 1:
             self._open = buttons

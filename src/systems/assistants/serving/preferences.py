@@ -49,6 +49,8 @@ class Conversation:
         """output: file to append rows to. lock: held while a side answers. options: for transformers' `generate`."""
         self.sides, self.output = sides, output
         self.messages: list[Message] = []
+        self.remarks: list[str] = []
+        """`Writer.remark` of each of the last replies."""
         self._lock, self._options = lock, options
         self._replies: Sequence[Message] = ()
         """Replies to the last message, until one is preferred."""
@@ -66,6 +68,7 @@ class Conversation:
             return []
         jsonl.check_text(text, "the message")
         before, texts, replies = self.messages, list[str](), list[Message]()
+        self.remarks = []
         previous, self._replies = self._replies, ()  # no preferences while the next replies are generated
         try:
             with self._lock:
@@ -73,6 +76,7 @@ class Conversation:
                     side.talk.messages = [*before]
                     texts.append(side.talk.answer(text, side.talk.streamer(show), **self._options))
                     replies.append(side.talk.messages[-1])
+                    self.remarks.append(side.talk.remark)
         except BaseException as error:
             self._replies = previous
             if isinstance(error, ConversationTooLong):

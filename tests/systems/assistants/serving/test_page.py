@@ -45,6 +45,7 @@ def ask(conversation: Conversation, text: str) -> list[str]:
     replies = conversation.ask(text, [each.append for each in pieces])
     assert ["".join(each) for each in pieces] == replies
     assert len(set(replies)) == 2, "the setting of the test"
+    assert len(conversation.remarks) == len(replies)
     return replies
 
 
