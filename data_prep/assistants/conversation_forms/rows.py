@@ -141,7 +141,7 @@ def messages_of(value: Any, where: str, role: str = "user") -> list[Row]:
         if not isinstance(message, dict):
             raise DataError(f"{here}: expected a message with role and content, got {describe_value(message)}.")
         speaker, calls = column(message, "role", here, "from"), message.get("tool_calls")
-        if speaker not in ROLES:
+        if not isinstance(speaker, str) or speaker not in ROLES:
             raise DataError(f"{here}: {unknown_text('role', str(speaker), ROLES)}")
         has_text = any(message.get(name) is not None for name in ("content", "value"))
         text = "" if calls and not has_text else column(message, "content", here, "value")

@@ -112,6 +112,7 @@ def test_a_misspelled_column_is_named(
         ([{"rol": "user", "content": "a"}, ANSWER], "[0]", "no key 'role' or 'from'. Did you mean 'rol'?"),
         ([USER, {"role": "assistant", "content": None}], "[1]", "column 'content': null."),
         ([USER, {"role": "assistant", "content": [1]}], "[1]", "content: expected text, got [1] (list)."),
+        ([{"role": ["user"], "content": "a"}, ANSWER], "[0]", "unknown role \"['user']\"."),
         ([USER, "b"], "[1]", "expected a message with role and content, got 'b' (str)."),
         (3, "", "expected a message with role and content, got 3 (int)."),
     ],
