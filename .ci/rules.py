@@ -22,7 +22,7 @@ def in_src(*names: str) -> set[str]:
 # A layer can import itself and the layers of the levels above it in this list. A module belongs to the longest of these
 # names that it starts with.
 LEVELS: list[set[str]] = [
-    {"src.support.missing_package", "src.support.documents"},
+    {"src.support.library_output", "src.support.missing_package", "src.support.documents"},
     {"src.errors", "src.support.read_cache", "src.__init__"},
     {"src.experiments.batches", "src.experiments.dataset_protocols"},
     {"src.support.parsing", "src.support.renaming"},

@@ -95,7 +95,7 @@ def test_only_one_message_of_deepspeed_is_left_out(tmp_path: Path):
     assert lines_of(tmp_path, "-c", code) == ["the loss scale is 0"]
 
 
-def test_haven_is_imported_without_its_warning_and_with_those_of_others(tmp_path: Path):
+def test_only_the_warning_of_haven_is_left_out(tmp_path: Path):
     """The client, whose import warns in the same words, is that of the tests of the toolkit."""
     fake = toy.ROOT / "tests" / "core" / "launch" / "fakes" / "fake_client" / "eai_toolkit_client"
     shutil.copytree(fake, client := tmp_path / "eai_toolkit_client")
