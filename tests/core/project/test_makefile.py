@@ -29,7 +29,8 @@ esac
 
 @pytest.fixture
 def make(tmp_path: Path):
-    """Run a target in a copy of the Makefile and the requirements; gives what was asked of Python and pip."""
+    """Run a target in a copy of the Makefile and the requirements; gives what was asked of Python and pip. What make
+    printed last is in `stdout`."""
     for name in ("Makefile", "requirements.txt", *LOCKS, "requirements-dev.txt"):
         shutil.copy(ROOT / name, tmp_path)
     recorder = tmp_path / "python"
@@ -48,6 +49,7 @@ def make(tmp_path: Path):
             text=True,
             check=False,
         )
+        (tmp_path / "stdout").write_text(done.stdout)
         assert (done.returncode != 0) == (fail_on in record.read_text()), done.stderr
         return [
             line.replace(" --quiet --no-compile --disable-pip-version-check", "")
@@ -127,6 +129,17 @@ def test_an_environment_without_pip_is_recreated(make, tmp_path: Path):
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     shutil.copy("/bin/false", tmp_path / ".venv" / "bin" / "python")
     assert "-m venv .venv" in make("run-environment")
+
+
+def test_a_model_that_is_there_is_named_and_not_made_again(make, tmp_path: Path):
+    make("run-environment")
+    assert any("data_prep.gguf" in line for line in make("smollm2"))
+    folder = "results/data/HuggingFaceTB/SmolLM2-135M-Instruct"
+    (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / folder / "manifest.json").write_text("{}")
+    assert make("smollm2") == []
+    (line,) = (tmp_path / "stdout").read_text().splitlines()
+    assert folder in line
 
 
 def test_every_line_of_the_study_is_understood(make):
