@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from data_prep.assistants import prepare_conversations
 from src.data.text.tokenizers import SafeTokenizer
 from src.experiments.config import Places
+from src.experiments.grid import override
 from src.experiments.identity import exp_id
 from src.experiments.registry import MODELS, bind
 from src.files import new_directory
@@ -246,17 +247,18 @@ def test_the_harness_scores_a_checkpoint_as_it_scores_the_model(world: Path, mon
 
 
 def test_the_page_about_it_holds(world: Path, monkeypatch: pytest.MonkeyPatch):
-    """Its conversations and its experiment, as written, but for two steps."""
-    script, block = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "pretrained_model.md").read_text(), re.DOTALL)
+    """Its conversations and its experiments, as written, but for two steps. All weights are only checked."""
+    script, *blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "pretrained_model.md").read_text(), re.DOTALL)
     monkeypatch.chdir(world)
     exec(script, {})
     words = ["--form", "messages", "--train", "talks.jsonl", "--name", "own_talks", "--data_path", str(world / "data")]
     assert prepare_conversations.main(words) == 0
     groups: dict[str, Any] = {}
-    exec(block.replace('"talks",', '"own_talks",'), {"EXP_GROUPS": groups})
+    for block in blocks:
+        exec(block.replace('"talks",', '"own_talks",'), {"EXP_GROUPS": groups, "override": override})
     (exp,) = groups["talks"]
     exp["loop"] |= {"steps": 2, "eval_every": 2}
-    assert toy.main(["-e", "talks", "--dry-run"], groups, world) == 0
+    assert toy.main(["-e", "talks", "talks_whole", "--dry-run"], groups, world) == 0
     assert toy.main(["-e", "talks"], groups, world) == 0
     assert toy.evaluations(world, exp_id(exp))[-1]["step"] == 2
 
