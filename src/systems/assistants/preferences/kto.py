@@ -71,7 +71,6 @@ class Config(ReplyRecipe):
         from src.systems.assistants.preferences.reference import log_ratios
 
         settings = self.kto
-        weights = settings.model_dump(include={"beta", "desirable_weight", "undesirable_weight"})
 
         def loss_and_sums(model: Any, batch: "Mapping[str, torch.Tensor]") -> Any:
             import torch
@@ -87,7 +86,14 @@ class Config(ReplyRecipe):
                 points = reference_points(ratios, mismatches["sample_of_row"], groups)
             _, ratios_R = log_ratios(model, replies, settings.reference)
             points_R, desirable_R = points[replies["sample_of_row"]], replies["ranks"] == labeled.DESIRABLE
-            loss = unpaired_loss(ratios_R, points_R, desirable_R, **weights)
+            loss = unpaired_loss(
+                ratios_R,
+                points_R,
+                desirable_R,
+                beta=settings.beta,
+                desirable_weight=settings.desirable_weight,
+                undesirable_weight=settings.undesirable_weight,
+            )
             ratios_R = ratios_R.detach()
             gains_R = torch.where(desirable_R, ratios_R - points_R, points_R - ratios_R)
             is_right = (gains_R > ROUNDING).float()
