@@ -126,4 +126,6 @@ def test_search_works_from_a_disk(site: Path, browser: Any):
         page.locator(".md-search__input").wait_for(state="visible")
         page.keyboard.press("f")
         page.keyboard.type("final_rate")
-        page.locator(".md-search-result__link[href*='reference/settings']").first.wait_for(state="visible")
+        result = page.locator(".md-search-result__link[href*='reference/settings']").first
+        result.wait_for(state="visible")
+        assert result.is_visible()
