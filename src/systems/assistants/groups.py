@@ -234,14 +234,16 @@ SMOLLM2_LORA = {
     "base": {**SMOLLM2, "dtype": "bfloat16"},
 }
 SMOLLM2_LOOP: dict[str, Any] = {
-    "steps": 40,
+    "steps": 30,
     "sequences_per_step": 8,
     "micro_batch": 2,
     "schedule": "cosine",
     "warmup_rate": 0.1,
     "precision": "bfloat16",
-    "eval_every": 20,
+    "eval_every": 15,
 }
+ARITHMETIC = {"name": "conversations", "corpus": "arithmetic", "sequence_tokens": 96, "writing": _CHAT}
+SMOLLM2_SAMPLED = {"questions": 50, "samples": 16, "max_new_tokens": 16, "metrics": [{"name": "squad"}]}
 _SEEDS = (0, 1, 2)
 
 
@@ -256,6 +258,13 @@ def smollm2_sft(seed: int, lora: bool, shuffled: bool = False) -> dict[str, Any]
     }
 
 
+def smollm2_untrained() -> list[dict[str, Any]]:
+    """Evaluations of the model as it is, on the held-out conversations of `smollm2_sft` and on held-out arithmetic."""
+    evaluated = {"recipe": "sft", "seed": 0, "model": SMOLLM2_LORA["base"], "evaluation": {"micro_batch": 16}}
+    conversations = {**evaluated, "data": smollm2_sft(0, lora=True)["data"]}
+    return [conversations, {**evaluated, "data": {**ARITHMETIC, "val_samples": 50}, "sampled": SMOLLM2_SAMPLED}]
+
+
 def smollm2_reward(fold: int, shuffled: bool = False) -> dict[str, Any]:
     """A reward model of preference pairs. fold: the part that is held out. shuffled: with shuffled ranks."""
     return override(
@@ -264,7 +273,7 @@ def smollm2_reward(fold: int, shuffled: bool = False) -> dict[str, Any]:
             "model.base": {**SMOLLM2, "dtype": "float32"},
             "data.min_prompt_tokens": 64,
             "data.writing": _CHAT,
-            "loop": {**SMOLLM2_LOOP, "steps": 30, "eval_every": 15, "learning_rate": 5e-5},
+            "loop": {**SMOLLM2_LOOP, "learning_rate": 5e-5},
         },
     )
 
@@ -277,30 +286,39 @@ def smollm2_dpo(seed: int, shuffled: bool = False) -> dict[str, Any]:
         "seed": seed,
         "model": ref(smollm2_sft(seed, lora=True)),
         "data": {**ranked_replies, "max_replies": 2},
-        "loop": {**SMOLLM2_LOOP, "steps": 30, "eval_every": 15, "learning_rate": 1e-4},
+        "loop": {**SMOLLM2_LOOP, "steps": 20, "eval_every": 10, "learning_rate": 1e-4},
     }
 
 
 def smollm2_grpo(seed: int, shuffled: bool = False) -> dict[str, Any]:
-    """GRPO on arithmetic, judged by reward `math`. shuffled: rewards for the answers of other problems."""
-    corpus = "arithmetic_shuffled" if shuffled else "arithmetic"
-    prompts = {"name": "conversations", "corpus": corpus, "sequence_tokens": 96, "writing": _CHAT}
+    """GRPO on arithmetic with rewards for right answers, as mathematics, and for answers that are a number.
+
+    A copy of the problem, "22 * 8", equals its answer as mathematics, so the second reward is as high as the first.
+    shuffled: the right answers are those of other problems.
+    """
     return {
         "recipe": "grpo",
         "seed": seed,
         "model": SMOLLM2_LORA,
-        "data": {"name": "rollouts", "prompts": prompts, "rollouts": 32, "group_size": 8, "max_new_tokens": 16},
-        "rewards": [{"name": "math"}],
+        "data": {
+            "name": "rollouts",
+            "prompts": {**ARITHMETIC, "corpus": "arithmetic_shuffled"} if shuffled else ARITHMETIC,
+            "rollouts": 32,
+            "group_size": 8,
+            "max_new_tokens": 16,
+        },
+        "rewards": [{"name": "math"}, {"name": "format", "pattern": "-?[0-9]+"}],
         "loop": {
             **SMOLLM2_LOOP,
+            "steps": 40,
             "sequences_per_step": 32,
             "micro_batch": 16,
-            "learning_rate": 1e-4,
-            "extra_eval_steps": [1],
+            "learning_rate": 3e-4,
+            "eval_every": 40,
             "best_metric": "em_mean@16",
             "best_mode": "max",
         },
-        "sampled": {"questions": 50, "samples": 16, "max_new_tokens": 16, "metrics": [{"name": "squad"}]},
+        "sampled": SMOLLM2_SAMPLED,
     }
 
 
@@ -326,6 +344,7 @@ GROUPS = {
     "sft_tiny": [real(seed, False) for seed in (0, 1, 2)],
     "sft_tiny_control": [real(seed, True) for seed in (0, 1, 2)],
     "assistant_tiny_reward_control": [override(REWARD_TINY, {"data.shuffled_ranks": True})],
+    "smollm2_assistant_untrained": smollm2_untrained(),
     "smollm2_sft": [smollm2_sft(seed, lora) for lora in (False, True) for seed in _SEEDS],
     "smollm2_sft_control": [smollm2_sft(seed, lora=True, shuffled=True) for seed in _SEEDS],
     "smollm2_reward": [smollm2_reward(fold) for fold in (1, 2, 3)],
@@ -334,5 +353,5 @@ GROUPS = {
     "smollm2_dpo_control": [smollm2_dpo(seed, shuffled=True) for seed in _SEEDS],
     "smollm2_grpo": [smollm2_grpo(seed) for seed in _SEEDS],
     "smollm2_grpo_control": [smollm2_grpo(seed, shuffled=True) for seed in _SEEDS],
-    "smollm2_grpo_rates": [override(smollm2_grpo(100), {"loop.learning_rate": rate}) for rate in (3e-5, 1e-4, 3e-4)],
+    "smollm2_grpo_rates": [override(smollm2_grpo(100), {"loop.learning_rate": rate}) for rate in (1e-4, 3e-4, 1e-3)],
 }
