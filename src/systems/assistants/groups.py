@@ -265,27 +265,30 @@ def smollm2_untrained() -> list[dict[str, Any]]:
     return [conversations, {**evaluated, "data": {**ARITHMETIC, "val_samples": 50}, "sampled": SMOLLM2_SAMPLED}]
 
 
+def smollm2_pairs(corpus: str, shuffled: bool) -> dict[str, Any]:
+    """Replies that people ranked. shuffled: with shuffled ranks."""
+    return {**ranking_of(corpus, 0, shuffled)["data"], "min_prompt_tokens": 64, "writing": _CHAT}
+
+
 def smollm2_reward(fold: int, shuffled: bool = False) -> dict[str, Any]:
-    """A reward model of preference pairs. fold: the part that is held out. shuffled: with shuffled ranks."""
-    return override(
-        ranking_of(f"pairs_{fold}", fold, shuffled),
-        {
-            "model.base": {**SMOLLM2, "dtype": "float32"},
-            "data.min_prompt_tokens": 64,
-            "data.writing": _CHAT,
-            "loop": {**SMOLLM2_LOOP, "learning_rate": 5e-5},
-        },
-    )
+    """A reward model of preference pairs and of forks of trees. fold: the part of the pairs that is held out."""
+    parts = {"pairs": smollm2_pairs(f"pairs_{fold}", shuffled), "forks": smollm2_pairs("oasst_forks", shuffled)}
+    return {
+        "recipe": "reward",
+        "seed": fold,
+        "model": {"name": "reward", "pooling": "mean", "base": {**SMOLLM2, "dtype": "float32"}},
+        "data": {"name": "mixture", "parts": parts},
+        "loop": {**SMOLLM2_LOOP, "learning_rate": 5e-5},
+    }
 
 
 def smollm2_dpo(seed: int, shuffled: bool = False) -> dict[str, Any]:
     """Direct preference optimization of the fine-tuned adapters. shuffled: with shuffled ranks."""
-    ranked_replies = smollm2_reward(1, shuffled)["data"]
     return {
         "recipe": "dpo",
         "seed": seed,
         "model": ref(smollm2_sft(seed, lora=True)),
-        "data": {**ranked_replies, "max_replies": 2},
+        "data": {**smollm2_pairs("pairs_1", shuffled), "max_replies": 2},
         "loop": {**SMOLLM2_LOOP, "steps": 20, "eval_every": 10, "learning_rate": 1e-4},
     }
 
