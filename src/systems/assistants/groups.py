@@ -243,7 +243,13 @@ SMOLLM2_LOOP: dict[str, Any] = {
     "eval_every": 15,
 }
 ARITHMETIC = {"name": "conversations", "corpus": "arithmetic", "sequence_tokens": 96, "writing": _CHAT}
-SMOLLM2_SAMPLED = {"questions": 50, "samples": 16, "max_new_tokens": 16, "metrics": [{"name": "squad"}]}
+SMOLLM2_SAMPLED = {
+    "questions": 50,
+    "samples": 16,
+    "max_new_tokens": 16,
+    "temperature": 0.7,
+    "metrics": [{"name": "squad"}],
+}
 _SEEDS = (0, 1, 2)
 
 
@@ -309,6 +315,7 @@ def smollm2_grpo(seed: int, shuffled: bool = False) -> dict[str, Any]:
             "rollouts": 32,
             "group_size": 8,
             "max_new_tokens": 16,
+            "sampling": {"temperature": 0.7},
         },
         "rewards": [{"name": "math"}, {"name": "format", "pattern": "-?[0-9]+"}],
         "loop": {
