@@ -1,9 +1,9 @@
 """Write arithmetic problems with their answers: `python -m data_prep.assistants.arithmetic`.
 
 Below --data_path are the data set arithmetic, for the recipes `grpo` and `ppo` with the reward `math`, and as a control
-arithmetic_shuffled, whose training problems have the answers of other problems. Half of the
-problems are sums such as "What is 17 + 25?", half are stories of one or two steps in the style of GSM8K, with numbers up to 12. No numbers of
-a validation problem are in a training problem of the same kind. Two runs give the same bytes.
+arithmetic_shuffled, whose training problems have the answers of other problems. Half of the problems are sums such as
+"What is 7 + 5?", half are stories of one or two steps in the style of GSM8K, with numbers up to 12. No numbers of a
+validation problem are in a training problem of the same kind. Two runs give the same bytes.
 """
 
 import argparse
