@@ -22,7 +22,7 @@ ROWS = {"train": 4000, "val": 400}
 VAL_PERCENT = 20
 LARGEST = 12
 """Largest number of a problem. SmolLM2-135M seldom adds two-digit numbers right, so a policy would learn nothing."""
-INSTRUCTION = "Answer with the number only."
+INSTRUCTION = "Answer briefly."
 NAMES = ("Ana", "Ben", "Chloe", "David", "Ella", "Farid", "Grace", "Hugo", "Iris", "Jonas")
 THINGS = ("apples", "books", "cards", "eggs", "marbles", "pencils", "shells", "stamps", "stickers", "tickets")
 SUMS = ("{a} + {b}", "{a} - {b}", "{a} * {c}")

@@ -300,11 +300,7 @@ def smollm2_dpo(seed: int, shuffled: bool = False) -> dict[str, Any]:
 
 
 def smollm2_grpo(seed: int, shuffled: bool = False) -> dict[str, Any]:
-    """GRPO on arithmetic with rewards for right answers, as mathematics, and for answers that are a number.
-
-    A copy of the problem, "22 * 8", equals its answer as mathematics, so the second reward is as high as the first.
-    shuffled: the right answers are those of other problems.
-    """
+    """GRPO on arithmetic, judged by reward `math`. shuffled: rewards for the answers of other problems."""
     return {
         "recipe": "grpo",
         "seed": seed,
@@ -317,7 +313,7 @@ def smollm2_grpo(seed: int, shuffled: bool = False) -> dict[str, Any]:
             "max_new_tokens": 16,
             "sampling": {"temperature": 0.7},
         },
-        "rewards": [{"name": "math"}, {"name": "format", "pattern": "-?[0-9]+"}],
+        "rewards": [{"name": "math"}],
         "loop": {
             **SMOLLM2_LOOP,
             "steps": 40,
