@@ -97,7 +97,7 @@ study-assistants: smollm2  ## only fine-tuning, reward models, DPO and GRPO. Nee
 	$(BIN)/python -m data_prep.assistants.arithmetic
 	OMP_NUM_THREADS=2 $(BIN)/python trainval.py -e $(ASSISTANTS) --log_every 10
 	$(TABLE) $(ASSISTANTS) --by group model.name --scores val_loss val_accuracy val_pairs_accuracy val_forks_accuracy \
-	  em_mean@16 em_pass@16
+	  solved_mean@16 solved_pass@16
 	OMP_NUM_THREADS=2 $(BIN)/python -m benchmarks.assistants.win_rate smollm2_reward pairs_1 smollm2_dpo smollm2_dpo_control
 
 # The tests of a file stay together, and so do the files of a group: tests/conftest.py says which, and gives their order.

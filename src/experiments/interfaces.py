@@ -269,6 +269,9 @@ class MetricConfig(Component):
         """The names that `score` returns. Override this if loading the metric's library is slow."""
         return list(self.score([]))
 
+    def check(self) -> None:
+        """Raise a UserError if `score` would fail, as far as this is known without answers."""
+
     def set_scores(self) -> Sequence[str]:
         """The names of scores over all answers, which are not lists."""
         return ()

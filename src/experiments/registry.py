@@ -87,6 +87,7 @@ METRICS = ComponentTable(
         "classification": "src.evaluation.metrics.classification",
         "expressions": "src.evaluation.metrics.expressions",
         "knowledge": "src.evaluation.metrics.knowledge",
+        "math": "src.evaluation.metrics.math",
         "meteor": "src.evaluation.metrics.meteor",
         "rouge": "src.evaluation.metrics.rouge",
         "squad": "src.evaluation.metrics.squad",

@@ -214,6 +214,7 @@ class TrainingRecipe(RecipeConfig):
                 if getattr(setting, control, False) and not data.reads_contexts:
                     raise ConfigError(f"{name}.{control}: these data have no contexts. Remove it.")
             for metric in setting.metrics:
+                call_once(metric.check)
                 if metric.needs_contexts and not data.has_contexts:
                     raise ConfigError(
                         f"{name}.metrics: {metric.name!r} compares answers with contexts, but {data.name!r} data "

@@ -248,7 +248,7 @@ SMOLLM2_SAMPLED = {
     "samples": 16,
     "max_new_tokens": 16,
     "temperature": 0.7,
-    "metrics": [{"name": "squad"}],
+    "metrics": [{"name": "math"}],
 }
 _SEEDS = (0, 1, 2)
 
@@ -321,7 +321,7 @@ def smollm2_grpo(seed: int, shuffled: bool = False) -> dict[str, Any]:
             "micro_batch": 16,
             "learning_rate": 3e-4,
             "eval_every": 40,
-            "best_metric": "em_mean@16",
+            "best_metric": "solved_mean@16",
             "best_mode": "max",
         },
         "sampled": SMOLLM2_SAMPLED,

@@ -22,7 +22,7 @@ HERE = {
     "src/systems/assistants/rewards/isolated_peer.py",
     "src/systems/interleaved/streaming/remote/downloads.py",  # pipes between our own processes
     "src/systems/interleaved/streaming/remote/objects.py",
-    "src/systems/assistants/rewards/math.py",
+    "src/evaluation/metrics/math.py",
     "src/systems/assistants/rewards/python.py",
     "src/systems/assistants/rewards/sandbox.py",
     "src/systems/t5/denoising/words.py",  # a tokenizer in memory

@@ -9,8 +9,8 @@ import pytest
 from data_prep.assistants import prepare_conversations
 from data_prep.assistants.conversation_forms.rows import CHANGES
 from src.errors import DataError
+from src.evaluation.metrics.math import Judge
 from src.files import read_manifest
-from src.systems.assistants.rewards.math import Judge
 
 QUESTIONS = [
     {

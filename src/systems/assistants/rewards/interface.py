@@ -104,8 +104,3 @@ def row_entry(row: Mapping[str, Any], key: str, where: str = "a row") -> Any:
             f"Add it: prepare_conversations --keep {key}."
         )
     return row[key]
-
-
-def final_answer(text: str) -> str:
-    """The text after the last `####`, as in GSM8K; all of the text if there is no `####`."""
-    return text.rpartition("####")[2].strip()

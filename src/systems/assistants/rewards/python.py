@@ -29,16 +29,10 @@ from typing import Any, Literal, NoReturn, Self
 from pydantic import model_validator
 
 from src.errors import DataError
+from src.evaluation.metrics.math import final_answer
 from src.experiments.config import Places
 from src.systems.assistants.rewards import isolated, isolated_values, sandbox
-from src.systems.assistants.rewards.interface import (
-    RewardConfig,
-    RewardSetting,
-    Rollout,
-    Scorer,
-    final_answer,
-    row_entry,
-)
+from src.systems.assistants.rewards.interface import RewardConfig, RewardSetting, Rollout, Scorer, row_entry
 
 _FENCE = re.compile(r"^```(?:python|py)[^\S\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE | re.IGNORECASE)
 _NUMBER = re.compile(

@@ -7,7 +7,10 @@ import psutil
 import pytest
 
 from src.errors import ConfigError, DataError
-from src.systems.assistants.rewards.math import Config, Judge
+from src.evaluation.metrics import math as metric
+from src.evaluation.metrics.math import Judge
+from src.experiments.dataset_protocols import Prediction
+from src.systems.assistants.rewards.math import Config
 from tests.systems.assistants.rewards.rollouts import rollout, setting
 
 
@@ -48,13 +51,13 @@ def test_a_row_that_has_no_answer_is_named_by_its_keys():
     score = Config().scorer(setting())
     with pytest.raises(DataError, match=r"^a row: a reward reads .answer.*, but the row has the keys .solution., .id."):
         score([rollout("1", solution="1", id=3)])
-    with pytest.raises(DataError, match=r"^reward 'math': cannot parse a row's \"answer\": 'Half of it\.\\n####'\."):
+    with pytest.raises(DataError, match=r"^'math': cannot parse a row's \"answer\": 'Half of it\.\\n####'\."):
         score([rollout("1", answer="Half of it.\n####")])
 
 
 def test_missing_package_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
-        "src.systems.assistants.rewards.math.find_spec",
+        "src.evaluation.metrics.math.find_spec",
         lambda name: None if name == "math_verify" else importlib.util.find_spec(name),
     )
     with pytest.raises(
@@ -172,3 +175,10 @@ def test_judge_survives_the_end_of_its_process():
     judge._process.kill()
     judge._process.wait()
     assert judge.agrees("2", "2")
+
+
+def test_the_metric_accepts_any_reference():
+    texts = ["7 + 6 = 13", "13", "12"]
+    answers = [Prediction(text, ["#### 41", "7 and 6 make 13.\n#### 13"], "7 + 6?", [], "sums") for text in texts]
+    assert metric.Config().score(answers) == {"solved": [1.0, 1.0, 0.0]}
+    assert metric.Config().score([]) == {"solved": []}
