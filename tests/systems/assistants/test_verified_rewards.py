@@ -110,6 +110,7 @@ def test_grpo_learns_from_reward_math_on_rows_of_gsm8k(shared_data: Path, tmp_pa
     assert toy.main(["-e", "all"], {"all": [sft, exp]}, tmp_path) == 0
     lines = (tmp_path / "runs" / exp_id(exp) / "rollouts.jsonl").read_text().splitlines()
     assert {json.loads(line)["reward/math"] for line in lines} == {0, 1}
+    assert 0 < toy.rows(tmp_path, exp_id(exp))[-1]["solved_mean@4"] < 1
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 import gc
 import importlib.util
+import re
+from pathlib import Path
 
 import psutil
 import pytest
@@ -10,8 +12,11 @@ from src.errors import ConfigError, DataError
 from src.evaluation.metrics import math as metric
 from src.evaluation.metrics.math import Judge
 from src.experiments.dataset_protocols import Prediction
+from src.experiments.grid import override
 from src.systems.assistants.rewards.math import Config
+from tests import toy
 from tests.systems.assistants.rewards.rollouts import rollout, setting
+from tests.systems.assistants.train_assistants import SFT, write_data
 
 
 def test_equal_mathematics_is_right():
@@ -55,15 +60,20 @@ def test_a_row_that_has_no_answer_is_named_by_its_keys():
         score([rollout("1", answer="Half of it.\n####")])
 
 
-def test_missing_package_is_refused(monkeypatch: pytest.MonkeyPatch):
+def test_missing_package_is_refused_before_the_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     monkeypatch.setattr(
         "src.evaluation.metrics.math.find_spec",
         lambda name: None if name == "math_verify" else importlib.util.find_spec(name),
     )
-    with pytest.raises(
-        ConfigError, match=r"math-verify is not installed\. Run: pip install -r requirements/math\.txt$"
-    ):
+    advice = r"math-verify is not installed\. Run: pip install -r requirements/math\.txt"
+    with pytest.raises(ConfigError, match=advice):
         Config().check(setting().places)
+    write_data(tmp_path / "data")
+    exp = override(SFT, {"answers.metrics": [{"name": "math"}]})
+    assert toy.main(["-e", "all", "--dry-run"], {"all": [exp]}, tmp_path) != 0
+    assert re.search(rf"metric 'math': {advice}", capsys.readouterr().err)
 
 
 SELF = [
