@@ -148,62 +148,6 @@ def evaluation_of(trained: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-# Real questions, and a pretrained model of 260,000 parameters (data_prep.llama2c). GSM8K and Alpaca are prepared from
-# their releases by data_prep.assistants.prepare_conversations. The control pairs questions with wrong answers.
-STORIES = {"name": "hf", "path": "stories260k", "extra_tokens": ["<|prompter|>", "<|assistant|>", "<|system|>"]}
-
-
-def real_questions(val_samples: int, writing: dict[str, Any], shuffled: bool) -> dict[str, Any]:
-    """Both data sets, packed. shuffled: with the answers of other questions, as a control."""
-    documents = {"name": "conversations", "sequence_tokens": 384, "val_samples": val_samples, "writing": writing}
-    more = {"shuffled_answers": True} if shuffled else {}
-    parts = {corpus: {**documents, "corpus": corpus, **more} for corpus in ("alpaca", "gsm8k")}
-    return {"name": "packed", "documents": {"name": "mixture", "parts": parts}, "sequence_tokens": 384}
-
-
-def real(seed: int, shuffled: bool) -> dict[str, Any]:
-    """Fine-tuning on both data sets; see `real_questions`."""
-    return {
-        "recipe": "sft",
-        "seed": seed,
-        "model": STORIES,
-        "data": real_questions(150, _WRITING, shuffled),
-        "loop": {**SFT_TINY["loop"], "steps": 400, "sequences_per_step": 8, "micro_batch": 8, "eval_every": 200},
-    }
-
-
-def ranking_of(corpus: str, seed: int, shuffled: bool) -> dict[str, Any]:
-    """A reward model trained on ranked replies that people wrote. shuffled: with shuffled ranks, as a control."""
-    more = {"shuffled_ranks": True} if shuffled else {}
-    return {
-        "recipe": "reward",
-        "seed": seed,
-        "model": {"name": "reward", "pooling": "mean", "base": STORIES},
-        "data": {
-            "name": "ranked_replies",
-            "corpus": corpus,
-            "sequence_tokens": 256,
-            "min_prompt_tokens": 32,
-            "writing": _WRITING,
-            **more,
-        },
-        "loop": {
-            **BASE_TINY["loop"],
-            "steps": 60,
-            "sequences_per_step": 8,
-            "micro_batch": 8,
-            "learning_rate": 1e-3,
-            "eval_every": 20,
-        },
-    }
-
-
-def folds(shuffled: bool) -> list[dict[str, Any]]:
-    """Reward models on five folds of preference pairs, and on forks of Open-Assistant's trees with three seeds."""
-    pairs = [ranking_of(f"pairs_{k}", 0, shuffled) for k in range(1, 6)]
-    return [*pairs, *(ranking_of("oasst_forks", seed, shuffled) for seed in range(3))]
-
-
 def chain(seed: int) -> dict[str, dict[str, Any]]:
     """The experiments of the chain with one seed, by name."""
     base = override(BASE_TINY, {"seed": seed})
@@ -223,7 +167,8 @@ def chain(seed: int) -> dict[str, dict[str, Any]]:
 
 
 # SmolLM2-135M (`make smollm2`) as an assistant: fine-tuned, ranked, aligned and taught arithmetic, each with a control.
-# Data: alpaca, gsm8k, pairs_1 to pairs_5, as above, and arithmetic (data_prep.assistants.arithmetic).
+# `make study-assistants` prepares the data: Alpaca, GSM8K, three folds of preference pairs, forks of Open-Assistant's
+# trees, and arithmetic.
 _CHAT = {"template": "tokenizer"}
 SMOLLM2 = {"name": "hf", "path": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 SMOLLM2_LORA = {
@@ -255,11 +200,19 @@ _SEEDS = (0, 1, 2)
 
 def smollm2_sft(seed: int, lora: bool, shuffled: bool = False) -> dict[str, Any]:
     """Fine-tuning on Alpaca and GSM8K, of all weights or of adapters. shuffled: with the answers of other questions."""
+    documents = {
+        "name": "conversations",
+        "sequence_tokens": 384,
+        "val_samples": 100,
+        "writing": _CHAT,
+        **({"shuffled_answers": True} if shuffled else {}),
+    }
+    parts = {corpus: {**documents, "corpus": corpus} for corpus in ("alpaca", "gsm8k")}
     return {
         "recipe": "sft",
         "seed": seed,
         "model": SMOLLM2_LORA if lora else SMOLLM2,
-        "data": real_questions(100, _CHAT, shuffled),
+        "data": {"name": "packed", "documents": {"name": "mixture", "parts": parts}, "sequence_tokens": 384},
         "loop": {**SMOLLM2_LOOP, "learning_rate": 5e-4 if lora else 5e-5},
     }
 
@@ -273,7 +226,14 @@ def smollm2_untrained() -> list[dict[str, Any]]:
 
 def smollm2_pairs(corpus: str, shuffled: bool) -> dict[str, Any]:
     """Replies that people ranked. shuffled: with shuffled ranks."""
-    return {**ranking_of(corpus, 0, shuffled)["data"], "min_prompt_tokens": 64, "writing": _CHAT}
+    return {
+        "name": "ranked_replies",
+        "corpus": corpus,
+        "sequence_tokens": 256,
+        "min_prompt_tokens": 64,
+        "writing": _CHAT,
+        **({"shuffled_ranks": True} if shuffled else {}),
+    }
 
 
 def smollm2_reward(fold: int, shuffled: bool = False) -> dict[str, Any]:
@@ -345,10 +305,6 @@ GROUPS = {
         f"assistant_tiny_seeds_{name}": [evaluation_of(chain(seed)[name]) for seed in (1, 2, 3)]
         for name in ("base", "sft", "dpo", "grpo", "ppo", "ppo_hacked")
     },
-    "reward_tiny": folds(False),
-    "reward_tiny_control": folds(True),
-    "sft_tiny": [real(seed, False) for seed in (0, 1, 2)],
-    "sft_tiny_control": [real(seed, True) for seed in (0, 1, 2)],
     "assistant_tiny_reward_control": [override(REWARD_TINY, {"data.shuffled_ranks": True})],
     "smollm2_assistant_untrained": smollm2_untrained(),
     "smollm2_sft": [smollm2_sft(seed, lora) for lora in (False, True) for seed in _SEEDS],
