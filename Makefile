@@ -77,7 +77,7 @@ METADATA := smollm2_metadata smollm2_metadata_control
 study-metadata: smollm2  ## only metadata of pages of documentation
 	$(BIN)/python -m data_prep.metadata.stdlib_pages
 	OMP_NUM_THREADS=2 $(BIN)/python trainval.py -e $(METADATA) --log_every 20
-	$(TABLE) $(METADATA) --by group
+	$(TABLE) $(METADATA) --by group --scores val_loss $(foreach key,html url title,val_gain/$(key) val_gain_control/$(key))
 
 study-images: smollm2  ## only digits in images
 	$(BIN)/python -m data_prep.interleaved.digit_pages
