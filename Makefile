@@ -96,7 +96,7 @@ study-assistants: smollm2  ## only fine-tuning, reward models, DPO and GRPO. Nee
 	  --train $(TRAINVAL_DATA)/preference/llamafactory_demos/dpo_en_demo.json || exit 1; done
 	$(BIN)/python -m data_prep.assistants.arithmetic
 	OMP_NUM_THREADS=2 $(BIN)/python trainval.py -e $(ASSISTANTS) --log_every 10
-	$(TABLE) $(ASSISTANTS) --by group model.name --scores val_loss val_accuracy val_pairs_accuracy val_forks_accuracy \
+	$(TABLE) $(ASSISTANTS) --by group model.name --scores val_loss val_accuracy val_accuracy/pairs val_accuracy/forks \
 	  solved_mean@16 solved_pass@16
 	OMP_NUM_THREADS=2 $(BIN)/python -m benchmarks.assistants.win_rate smollm2_reward pairs_1 smollm2_dpo smollm2_dpo_control
 
