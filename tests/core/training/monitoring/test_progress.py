@@ -44,6 +44,18 @@ def test_rows_between_evaluations_are_logged_now_and_then(caplog: pytest.LogCapt
     assert [record.message.split()[1] for record in caplog.records] == ["20/100", "40/100"]
 
 
+@pytest.mark.parametrize(("seconds_of_a_step", "logged"), [(0.1, []), (20.0, ["step 42/60  about 0:06:00 left"])])
+def test_the_second_step_tells_the_remaining_time_of_a_long_training(
+    caplog: pytest.LogCaptureFixture, seconds_of_a_step: float, logged: list[str]
+):
+    caplog.set_level(logging.INFO)
+    clock = Clock()
+    progress = Progress(60, 40, clock)
+    for step, clock.seconds in ((41, 100.0), (42, 100 + seconds_of_a_step), (43, 500.0)):
+        progress.on_step(step, 1.0, 10.0)
+    assert [record.message for record in caplog.records] == logged
+
+
 def test_the_bar_still_shows_the_scores_of_the_last_evaluation(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
