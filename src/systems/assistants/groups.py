@@ -219,9 +219,9 @@ def smollm2_sft(seed: int, lora: bool, shuffled: bool = False) -> dict[str, Any]
 
 def smollm2_untrained() -> list[dict[str, Any]]:
     """Evaluations of the model as it is, on the held-out conversations of `smollm2_sft` and on held-out arithmetic."""
-    evaluated = {"recipe": "sft", "seed": 0, "model": SMOLLM2_LORA["base"], "evaluation": {"micro_batch": 16}}
-    conversations = {**evaluated, "data": smollm2_sft(0, lora=True)["data"]}
-    return [conversations, {**evaluated, "data": {**ARITHMETIC, "val_samples": 50}, "sampled": SMOLLM2_SAMPLED}]
+    exp = {"recipe": "sft", "seed": 0, "model": SMOLLM2_LORA["base"], "evaluation": {"micro_batch": 16}}
+    arithmetic = {"data": {**ARITHMETIC, "val_samples": 50}, "sampled": SMOLLM2_SAMPLED}
+    return [{**exp, "data": smollm2_sft(0, lora=True)["data"]}, {**exp, **arithmetic}]
 
 
 def smollm2_pairs(corpus: str, shuffled: bool) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def test_rows_between_evaluations_are_logged_now_and_then(caplog: pytest.LogCapt
 
 
 @pytest.mark.parametrize(("seconds_of_a_step", "logged"), [(0.1, []), (20.0, ["step 42/60  about 0:06:00 left"])])
-def test_the_second_step_tells_the_remaining_time_of_a_long_training(
+def test_the_second_step_logs_the_remaining_time_of_a_long_training(
     caplog: pytest.LogCaptureFixture, seconds_of_a_step: float, logged: list[str]
 ):
     caplog.set_level(logging.INFO)
