@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from src.errors import ConfigError, DataError
-from src.evaluation.metrics import math as metric
+from src.evaluation.metrics import math
 from src.evaluation.metrics.math import Judge
 from src.experiments.dataset_protocols import Prediction
 from src.experiments.grid import override
@@ -190,5 +190,5 @@ def test_judge_survives_the_end_of_its_process():
 def test_the_metric_accepts_any_reference():
     texts = ["7 + 6 = 13", "13", "12"]
     answers = [Prediction(text, ["#### 41", "7 and 6 make 13.\n#### 13"], "7 + 6?", [], "sums") for text in texts]
-    assert metric.Config().score(answers) == {"solved": [1.0, 1.0, 0.0]}
-    assert metric.Config().score([]) == {"solved": []}
+    assert math.Config().score(answers) == {"solved": [1.0, 1.0, 0.0]}
+    assert math.Config().score([]) == {"solved": []}
