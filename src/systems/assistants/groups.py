@@ -307,7 +307,7 @@ GROUPS = {
     },
     "assistant_tiny_reward_control": [override(REWARD_TINY, {"data.shuffled_ranks": True})],
     "smollm2_assistant_untrained": smollm2_untrained(),
-    "smollm2_sft": [smollm2_sft(seed, lora) for lora in (False, True) for seed in _SEEDS],
+    "smollm2_sft": [*(smollm2_sft(seed, lora=True) for seed in _SEEDS), smollm2_sft(0, lora=False)],
     "smollm2_sft_control": [smollm2_sft(seed, lora=True, shuffled=True) for seed in _SEEDS],
     "smollm2_reward": [smollm2_reward(fold) for fold in (1, 2, 3)],
     "smollm2_reward_control": [smollm2_reward(fold, shuffled=True) for fold in (1, 2, 3)],
