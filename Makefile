@@ -88,6 +88,7 @@ ASSISTANTS := $(addprefix smollm2_,assistant_untrained sft sft_control reward re
 CONVERSATIONS := $(BIN)/python -m data_prep.assistants.prepare_conversations
 study-assistants: smollm2  ## only fine-tuning, reward models, DPO and GRPO. Needs TRAINVAL_DATA, with instruct/ and preference/
 	@test -n "$(TRAINVAL_DATA)" || { echo "Set TRAINVAL_DATA to the folder of the released data."; exit 1; }
+	@$(PIP) -r requirements/math.txt
 	$(CONVERSATIONS) --name alpaca --train $(TRAINVAL_DATA)/instruct/alpaca_demo/alpaca_en_demo.json
 	$(CONVERSATIONS) --name gsm8k --train $(TRAINVAL_DATA)/instruct/gsm8k/train.jsonl
 	$(CONVERSATIONS) --name oasst_forks --release oasst_export --mode rm \
