@@ -84,7 +84,7 @@ study-images: smollm2  ## only digits in images
 	OMP_NUM_THREADS=2 $(BIN)/python trainval.py -e smollm2_digits --log_every 20
 	$(TABLE) smollm2_digits
 
-ASSISTANTS := $(addprefix smollm2_,assistant_untrained sft sft_control reward reward_control dpo dpo_control grpo grpo_control)
+ASSISTANTS := $(addprefix smollm2_,assistant_untrained arithmetic_untrained sft sft_control reward reward_control dpo dpo_control grpo grpo_control)
 CONVERSATIONS := $(BIN)/python -m data_prep.assistants.prepare_conversations
 study-assistants: smollm2  ## only fine-tuning, reward models, DPO and GRPO. Needs TRAINVAL_DATA, with instruct/ and preference/
 	@test -n "$(TRAINVAL_DATA)" || { echo "Set TRAINVAL_DATA to the folder of the released data."; exit 1; }

@@ -13,6 +13,8 @@ The first line is the share of CORPUS's validation rows whose best reply is long
 """
 
 import argparse
+import contextlib
+import io
 import json
 import statistics
 import tempfile
@@ -23,7 +25,7 @@ from exp_configs import EXP_GROUPS
 from src.data import jsonl
 from src.experiments.config import Places
 from src.experiments.identity import exp_id
-from src.models.load import add_options
+from src.models.load import PLACES
 from src.serving.pretrained import load_writer
 from src.systems.assistants.conversations.entries import Message, read_entry
 from src.systems.assistants.serving import reward_evaluation
@@ -40,7 +42,8 @@ def main() -> None:
     parser.add_argument("groups", metavar="GROUP", nargs="+")
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--new_tokens", type=int, default=64)
-    add_options(parser)
+    parser.add_argument("--data_path", type=Path, default=PLACES.data)
+    parser.add_argument("-sb", "--savedir_base", type=Path, default=PLACES.runs)
     args = parser.parse_args()
     places = Places(args.data_path, args.savedir_base)
     path = places.data / args.corpus / "val.jsonl"
@@ -65,11 +68,16 @@ def main() -> None:
         for number, exp in enumerate(EXP_GROUPS[group]):
             pairs = zip(answers(exp_id(exp)), answers(exp["model"]["exp_id"]), strict=True)
             different = [(prompts[k], mine, other) for (k, mine), (_, other) in pairs if mine != other]
+            if not different:
+                print(f"{group}[{number}]: no answer differs", flush=True)
+                continue
             longer = statistics.fmean(len(mine) > len(other) for _, mine, other in different)
             rates.append((judge(judge_run, args, different), longer))
             print(
                 f"{group}[{number}]: preferred {rates[-1][0]:.3f}, longer {longer:.3f} of {len(different)}", flush=True
             )
+        if not rates:
+            continue
         summary = [f"{statistics.fmean(each):.3f} ± {ci95(each) or 0:.3f}" for each in zip(*rates, strict=True)]
         print(f"{group}: preferred {summary[0]}, longer {summary[1]}", flush=True)
 
@@ -87,9 +95,9 @@ def judge(run: Path, args: argparse.Namespace, pairs: list[tuple[list[Message], 
         ]
         (folder / "val.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         report = folder / "report.json"
-        places = ["--data_path", str(args.data_path), "--savedir_base", str(args.savedir_base)]
-        code = reward_evaluation.main([str(run), str(folder), "--report", str(report), *places])
-        assert code == 0
+        places = ["--data_path", str(args.data_path), "--savedir_base", str(args.savedir_base), "--device", "cpu"]
+        with contextlib.redirect_stdout(io.StringIO()):
+            assert reward_evaluation.main([str(run), str(folder), "--report", str(report), *places]) == 0
         return json.loads(report.read_text())["accuracy"]
 
 

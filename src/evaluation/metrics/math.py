@@ -32,6 +32,7 @@ from src.files import ROOT
 CpuSeconds = Annotated[float, Field(gt=0)]
 """CPU time limit of one answer, and time limit for all slow answers of a batch; after it they are wrong."""
 
+_METRIC = "metric 'math'"
 _RIGHT, _WRONG, _NOTHING, _READY = "correct", "incorrect", "nothing", b"ready\n"
 _MEMORY = 2 << 30
 """Bytes of address space per judging process."""
@@ -53,17 +54,25 @@ class Config(MetricConfig):
     """See `CpuSeconds`."""
 
     def check(self) -> None:
-        require_library("metric 'math'")
+        require_library(_METRIC)
 
     def score_names(self) -> tuple[str]:
         return ("solved",)
 
     def score(self, answers: Sequence[Prediction]) -> dict[str, list[float]]:
-        """{"solved"}: whether each answer equals a reference, an answer that can end in `#### 42`."""
+        """{"solved"}: whether each answer equals a reference, which can end in `#### 42`. A truncated answer can be
+        right.
+
+        Raises:
+            DataError: no reference of an answer can be parsed.
+        """
         self.check()
-        pairs = [(answer.text, reference) for answer in answers for reference in answer.references]
-        verdicts = iter(Judge(self.cpu_seconds).agree(pairs))
-        by_answer = [[next(verdicts) for _ in answer.references] for answer in answers]
+        references = [
+            [each for each in answer.references if final_answer(each)] or answer.references for answer in answers
+        ]
+        pairs = [(answer.text, each) for answer, some in zip(answers, references, strict=True) for each in some]
+        verdicts = iter(Judge(self.cpu_seconds, _METRIC).agree(pairs))
+        by_answer = [[next(verdicts) for _ in some] for some in references]
         return {"solved": [float(any(each)) for each in by_answer]}
 
 
@@ -81,8 +90,9 @@ def final_answer(text: str) -> str:
 class Judge:
     """The judging process. It is killed when this object is deleted or this process ends."""
 
-    def __init__(self, cpu_seconds: float) -> None:
-        self.cpu_seconds = cpu_seconds
+    def __init__(self, cpu_seconds: float, user: str = "reward 'math'") -> None:
+        """user: what needs the verdicts, for errors."""
+        self.cpu_seconds, self.user = cpu_seconds, user
         self._process: subprocess.Popen[bytes] | None = None
         self._end: weakref.finalize | None = None
 
@@ -103,11 +113,11 @@ class Judge:
         # Try twice: the system can have killed the process since the last batch.
         verdicts = self._ask(request) or self._ask(request)
         if verdicts is None:
-            raise ConfigError("'math': the judging process dies. Check that there is enough memory.")
+            raise ConfigError(f"{self.user}: the judging process dies. Check that there is enough memory.")
         for (_, expected), verdict in zip(pairs, verdicts, strict=True):
             if verdict == _NOTHING:
                 raise DataError(
-                    f"'math': cannot parse a row's \"answer\": {expected[-200:]!r}. Change or remove the row."
+                    f'{self.user}: cannot parse a row\'s "answer": {expected[-200:]!r}. Change or remove the row.'
                 )
         return [verdict == _RIGHT for verdict in verdicts]
 
@@ -139,7 +149,7 @@ class Judge:
         assert process.stdout is not None
         if process.stdout.readline() != _READY:
             self._stop()
-            raise ConfigError(f"'math': {' '.join(command)} does not start in {root}. Run it by hand to see why.")
+            raise ConfigError(f"{self.user}: {' '.join(command)} does not start in {root}. Run it by hand to see why.")
         return process
 
     def _stop(self) -> None:

@@ -217,11 +217,10 @@ def smollm2_sft(seed: int, lora: bool, shuffled: bool = False) -> dict[str, Any]
     }
 
 
-def smollm2_untrained() -> list[dict[str, Any]]:
-    """Evaluations of the model as it is, on the held-out conversations of `smollm2_sft` and on held-out arithmetic."""
+def smollm2_untrained(data: dict[str, Any], **settings: Any) -> dict[str, Any]:
+    """Evaluation of the model as it is, on held-out conversations."""
     exp = {"recipe": "sft", "seed": 0, "model": SMOLLM2_LORA["base"], "evaluation": {"micro_batch": 16}}
-    arithmetic = {"data": {**ARITHMETIC, "val_samples": 50}, "sampled": SMOLLM2_SAMPLED}
-    return [{**exp, "data": smollm2_sft(0, lora=True)["data"]}, {**exp, **arithmetic}]
+    return {**exp, "data": data, **settings}
 
 
 def smollm2_pairs(corpus: str, shuffled: bool) -> dict[str, Any]:
@@ -306,7 +305,8 @@ GROUPS = {
         for name in ("base", "sft", "dpo", "grpo", "ppo", "ppo_hacked")
     },
     "assistant_tiny_reward_control": [override(REWARD_TINY, {"data.shuffled_ranks": True})],
-    "smollm2_assistant_untrained": smollm2_untrained(),
+    "smollm2_assistant_untrained": [smollm2_untrained(smollm2_sft(0, lora=True)["data"])],
+    "smollm2_arithmetic_untrained": [smollm2_untrained(ARITHMETIC, sampled=SMOLLM2_SAMPLED)],
     "smollm2_sft": [*(smollm2_sft(seed, lora=True) for seed in _SEEDS), smollm2_sft(0, lora=False)],
     "smollm2_sft_control": [smollm2_sft(seed, lora=True, shuffled=True) for seed in _SEEDS],
     "smollm2_reward": [smollm2_reward(fold) for fold in (1, 2, 3)],

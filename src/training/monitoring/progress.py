@@ -19,23 +19,18 @@ class Progress:
     """Shows step, losses, tokens/s, the remaining time, and the scores of the last evaluation. clock: in seconds."""
 
     def __init__(self, steps: int, finished: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.steps, self.clock = steps, clock
+        self.steps, self.finished, self.clock = steps, finished, clock
         self.logged, self.scores = clock(), ""
-        self.first: tuple[int, float] | None = None
-        """The first step of this process, and when it ended. It is slower than the others."""
         self.bar = tqdm(total=steps, initial=finished, unit="step", leave=False) if sys.stderr.isatty() else None
 
-    def on_step(self, step: int, loss: float, tokens_per_second: float) -> None:
-        """Advance the bar. Without one, log the remaining time of a long training after the second step."""
+    def on_step(self, step: int, loss: float, tokens_per_second: float, seconds_per_step: float) -> None:
+        """Advance the bar. Without one, log the remaining time of a long training after the second step. It is rather
+        too long, as the first steps are the slowest."""
         if self.bar is not None:
             self.bar.set_postfix_str(f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s{self.scores}", refresh=False)
             self.bar.update(step - self.bar.n)
-        elif self.first is None:
-            self.first = step, self.clock()
-        elif step == self.first[0] + 1:
-            seconds_left = (self.clock() - self.first[1]) * (self.steps - step)
-            if seconds_left >= QUIET_SECONDS:
-                log.info("step %d/%d  about %s left", step, self.steps, timedelta(seconds=round(seconds_left)))
+        elif step == self.finished + 2 and (seconds_left := seconds_per_step * (self.steps - step)) >= QUIET_SECONDS:
+            log.info("step %d/%d  about %s left", step, self.steps, timedelta(seconds=round(seconds_left)))
 
     def on_row(self, row: Mapping[str, Any], perf: Mapping[str, float], is_durable: bool) -> None:
         """Log the scores, if `is_durable` or after QUIET_SECONDS. With speed and remaining time if `perf` has them."""

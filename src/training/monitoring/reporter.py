@@ -75,10 +75,10 @@ class Reporter:
         for callback in self.callbacks:
             callback.on_end(scores)
 
-    def step(self, step: int, loss: float, tokens_per_second: float) -> None:
+    def step(self, step: int, loss: float, tokens_per_second: float, seconds_per_step: float) -> None:
         """Show that `step` optimizer steps are finished, the last with this mean loss."""
         if distributed.is_main():
-            self.progress.on_step(step, loss, tokens_per_second)
+            self.progress.on_step(step, loss, tokens_per_second, seconds_per_step)
             self.heartbeat.on_step(step)
 
     def close(self) -> None:

@@ -56,7 +56,7 @@ def test_a_row_that_has_no_answer_is_named_by_its_keys():
     score = Config().scorer(setting())
     with pytest.raises(DataError, match=r"^a row: a reward reads .answer.*, but the row has the keys .solution., .id."):
         score([rollout("1", solution="1", id=3)])
-    with pytest.raises(DataError, match=r"^'math': cannot parse a row's \"answer\": 'Half of it\.\\n####'\."):
+    with pytest.raises(DataError, match=r"^reward 'math': cannot parse a row's \"answer\": 'Half of it\.\\n####'\."):
         score([rollout("1", answer="Half of it.\n####")])
 
 
@@ -188,7 +188,9 @@ def test_judge_survives_the_end_of_its_process():
 
 
 def test_the_metric_accepts_any_reference():
-    texts = ["7 + 6 = 13", "13", "12"]
-    answers = [Prediction(text, ["#### 41", "7 and 6 make 13.\n#### 13"], "7 + 6?", [], "sums") for text in texts]
+    texts, references = ["7 + 6 = 13", "13", "12"], ["#### 41", "7 and 6 make 13.\n#### 13", "None.\n####"]
+    answers = [Prediction(text, references, "7 + 6?", [], "sums") for text in texts]
     assert math.Config().score(answers) == {"solved": [1.0, 1.0, 0.0]}
     assert math.Config().score([]) == {"solved": []}
+    with pytest.raises(DataError, match=r"metric 'math': .*'None\.\\n####'"):
+        math.Config().score([Prediction("1", references[2:], "?", [], "sums")])
