@@ -98,7 +98,7 @@ def fit(spec: TrainSpec, run: Run, config: LoopConfig, seed: int) -> State:
             if loop.stopping:
                 raise distributed.agreed_stop(None)
             loss = loop.train_step(loop.meter.waiting(steps))
-            reporter.step(loop.state.step, loss, *loop.meter.speed())
+            reporter.step(loop.state.step, loss, *loop.meter.rates())
             profiler.after_step(loop.state.step)
         loop.finish(reporter)
     return loop.state

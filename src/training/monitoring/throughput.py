@@ -56,7 +56,7 @@ class ThroughputMeter:
         if self._flops_of is not None:
             self.flops += sum(map(self._flops_of, step.batches))
 
-    def speed(self) -> tuple[float, float]:
+    def rates(self) -> tuple[float, float]:
         """(tokens per second, seconds per step) of this rank since `restart`, with waiting for data."""
         seconds = max(time.perf_counter() - self.began - self.apart_seconds, 1e-9)
         return self.tokens / seconds, seconds / max(self.steps, 1)
