@@ -128,7 +128,7 @@ def load_writer(source: Path, places: Places, gpu_of_8bit: str | None = None) ->
         raise CheckpointError(f"{error} Name {SOURCE}.") from None
     recipe = load_experiment(SavedRun(run).exp, str(run))
     data = getattr(recipe, "data", None)
-    parts = [part for _, part in leaf_configs("data", data)] if data else []
+    parts = [part for _, part in leaf_configs("data", data.validation)] if data else []
     part = next((part for part in parts if part.writer), None)
     base = getattr(recipe, "model", None)
     if part is None and (base is None or base.kind(places) != DECODER):

@@ -20,10 +20,13 @@ from src.experiments.identity import exp_id
 from src.experiments.interfaces import load_experiment
 from src.experiments.registry import METRICS, MODELS, bind
 from src.operations import interventions
+from src.serving.pretrained import load_writer
+from src.systems.assistants.conversations.entries import Message
 from src.systems.assistants.rewards.reward_model import find_served
 from src.systems.assistants.rl import scoring
 from src.systems.assistants.rl.scoring import require_scores
 from src.systems.assistants.rollouts import prompts
+from src.systems.assistants.serving.conversation import Talk
 from tests import toy
 from tests.conftest import ROOT
 from tests.systems.assistants.conversations import talk
@@ -95,6 +98,19 @@ def test_a_row_says_what_rollouts_are_worth(folder: Path, name: str):
     assert 1 <= row["answer_tokens"] <= 4
     perf = [json.loads(line) for line in (run_of(folder, RECIPES[name]) / "perf.jsonl").read_text().splitlines()]
     assert {"generation_seconds", "rewards_seconds", "measuring_seconds"} <= perf[-1].keys()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_policy_answers_in_its_chat_template(folder: Path, name: str):
+    """`src.serving.chat` with a policy continued the text of the question."""
+    places = Places(folder / "data", folder / "runs")
+    (policy, _), (start, _) = (load_writer(run_of(folder, exp), places) for exp in (RECIPES[name], SFT))
+    assert isinstance(policy, Talk)
+    assert isinstance(start, Talk)
+    question = [Message("user", "1?")]
+    assert policy.prompt_ids(question) == start.prompt_ids(question)
+    policy.answer("1?", max_new_tokens=4, do_sample=False)
+    assert [message.role for message in policy.messages] == ["user", "assistant"]
 
 
 @pytest.mark.parametrize("name", RECIPES)
