@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python -m benchmarks.assistants.win_rate JUDGES CORPUS GROUP... [--prompts 32] [--new_tokens 64]
         [--data_path DIR] [-sb DIR]
 
-JUDGES and each GROUP are groups of finished runs in exp_configs.py. The first run of JUDGES, of recipe `reward`, is the
+JUDGES and each GROUP are groups in exp_configs.py; runs that are not done are skipped. The first run of JUDGES, of recipe `reward`, is the
 judge. Each run of a GROUP and the run it started from answer the first --prompts validation prompts of CORPUS, a folder
 of ranked replies, greedily; prompts of more than 256 tokens are skipped. A line per run: the share of the answers that
 differ with the higher reward, the share that are longer (in characters), and the number that differ. A line per group:
@@ -26,6 +26,7 @@ from src.data import jsonl
 from src.experiments.config import Places
 from src.experiments.identity import exp_id
 from src.models.load import PLACES
+from src.runs.store import SavedRun
 from src.serving.pretrained import load_writer
 from src.systems.assistants.conversations.entries import Message, read_entry
 from src.systems.assistants.serving import reward_evaluation
@@ -66,6 +67,10 @@ def main() -> None:
     for group in args.groups:
         rates = []
         for number, exp in enumerate(EXP_GROUPS[group]):
+            run = places.runs / exp_id(exp)
+            if not run.is_dir() or SavedRun(run).state != "done":
+                print(f"{group}[{number}]: not done")
+                continue
             pairs = zip(answers(exp_id(exp)), answers(exp["model"]["exp_id"]), strict=True)
             different = [(prompts[k], mine, other) for (k, mine), (_, other) in pairs if mine != other]
             if not different:
