@@ -3,11 +3,11 @@
     OMP_NUM_THREADS=1 python -m benchmarks.assistants.win_rate JUDGES CORPUS GROUP... [--prompts 32] [--new_tokens 64]
         [--data_path DIR] [-sb DIR]
 
-JUDGES and each GROUP are groups in exp_configs.py; runs that are not done are skipped. The first run of JUDGES, of recipe `reward`, is the
-judge. Each run of a GROUP and the run it started from answer the first --prompts validation prompts of CORPUS, a folder
-of ranked replies, greedily; prompts of more than 256 tokens are skipped. A line per run: the share of the answers that
-differ with the higher reward, the share that are longer (in characters), and the number that differ. A line per group:
-means with 95 % intervals over the runs (Student's t).
+JUDGES and each GROUP are groups in exp_configs.py; runs that are not done are skipped. The first run of JUDGES, of
+recipe `reward`, is the judge. Each run of a GROUP and the run it started from answer the first --prompts validation
+prompts of CORPUS, a folder of ranked replies, greedily; prompts of more than 256 tokens are skipped. A line per run:
+the share of the answers that differ with the higher reward, the share that are longer (in characters), and the number
+that differ. A line per group: means with 95 % intervals over the runs (Student's t).
 
 The first line is the share of CORPUS's validation rows whose best reply is longer than the worst.
 """
