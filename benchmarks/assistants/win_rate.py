@@ -1,6 +1,6 @@
 """How often a reward model prefers the answers of trained policies to those of the models they were trained from.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.assistants.win_rate JUDGES CORPUS GROUP... [--prompts 32] [--new_tokens 64]
+    OMP_NUM_THREADS=1 python -m benchmarks.assistants.win_rate JUDGES CORPUS GROUP... [--prompts 24] [--new_tokens 64]
         [--data_path DIR] [-sb DIR]
 
 JUDGES and each GROUP are groups in exp_configs.py; runs that are not done are skipped. The first run of JUDGES, of
@@ -23,6 +23,7 @@ from pathlib import Path
 
 from exp_configs import EXP_GROUPS
 from src.data import jsonl
+from src.data.jsonl import SPLITS
 from src.experiments.config import Places
 from src.experiments.identity import exp_id
 from src.models.load import PLACES
@@ -41,7 +42,7 @@ def main() -> None:
     parser.add_argument("judges", metavar="JUDGES")
     parser.add_argument("corpus", metavar="CORPUS")
     parser.add_argument("groups", metavar="GROUP", nargs="+")
-    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--new_tokens", type=int, default=64)
     parser.add_argument("--data_path", type=Path, default=PLACES.data)
     parser.add_argument("-sb", "--savedir_base", type=Path, default=PLACES.runs)
@@ -98,7 +99,8 @@ def judge(run: Path, args: argparse.Namespace, pairs: list[tuple[list[Message], 
             }
             for prompt, *answers in pairs
         ]
-        (folder / "val.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        for split in SPLITS:  # a prepared folder has both
+            (folder / f"{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         report = folder / "report.json"
         places = ["--data_path", str(args.data_path), "--savedir_base", str(args.savedir_base), "--device", "cpu"]
         with contextlib.redirect_stdout(io.StringIO()):
