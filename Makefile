@@ -100,6 +100,7 @@ study-assistants: smollm2  ## only fine-tuning, reward models, DPO and GRPO. Nee
 	$(TABLE) $(ASSISTANTS) --by group model.name --scores val_loss val_accuracy val_accuracy/pairs val_accuracy/forks \
 	  solved_mean@16 solved_pass@16
 	OMP_NUM_THREADS=2 $(BIN)/python -m benchmarks.assistants.win_rate smollm2_reward pairs_1 smollm2_dpo smollm2_dpo_control
+	for corpus in pairs_2 pairs_3 oasst_forks; do $(BIN)/python -m benchmarks.assistants.win_rate smollm2_reward $$corpus; done
 
 # The tests of a file stay together, and so do the files of a group: tests/conftest.py says which, and gives their order.
 WORKERS ?= 2

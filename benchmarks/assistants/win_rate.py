@@ -1,7 +1,7 @@
 """How often a reward model prefers the answers of trained policies to those of the models they were trained from.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.assistants.win_rate JUDGES CORPUS GROUP... [--prompts 24] [--new_tokens 64]
-        [--data_path DIR] [-sb DIR]
+    OMP_NUM_THREADS=1 python -m benchmarks.assistants.win_rate JUDGES CORPUS [GROUP...] [--prompts 24]
+        [--new_tokens 64] [--data_path DIR] [-sb DIR]
 
 JUDGES and each GROUP are groups in exp_configs.py; runs that are not done are skipped. The first run of JUDGES, of
 recipe `reward`, is the judge. Each run of a GROUP and the run it started from answer the first --prompts validation
@@ -41,7 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("judges", metavar="JUDGES")
     parser.add_argument("corpus", metavar="CORPUS")
-    parser.add_argument("groups", metavar="GROUP", nargs="+")
+    parser.add_argument("groups", metavar="GROUP", nargs="*")
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--new_tokens", type=int, default=64)
     parser.add_argument("--data_path", type=Path, default=PLACES.data)

@@ -315,5 +315,4 @@ GROUPS = {
     "smollm2_dpo_control": [smollm2_dpo(seed, shuffled=True) for seed in _SEEDS],
     "smollm2_grpo": [smollm2_grpo(seed) for seed in _SEEDS],
     "smollm2_grpo_control": [smollm2_grpo(seed, shuffled=True) for seed in _SEEDS],
-    "smollm2_grpo_rates": [override(smollm2_grpo(100), {"loop.learning_rate": rate}) for rate in (1e-4, 3e-4, 1e-3)],
 }

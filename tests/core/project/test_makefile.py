@@ -152,7 +152,7 @@ def test_every_line_of_the_study_is_understood(make):
         options = [run_arguments.parse(module._parser(), request) for request in requests]
         assert [each.runs for each in options] == [run_arguments.RUNS] * len(requests)
         assert [set(each.groups) for each in options] == trained[: len(requests)]
-    (judge_request,) = (words[2:] for words in lines if words[:2] == ["-m", "benchmarks.assistants.win_rate"])
+    judge_request, *_ = (words[2:] for words in lines if words[:2] == ["-m", "benchmarks.assistants.win_rate"])
     assert {judge_request[0], *judge_request[2:]} <= trained[-1]
     (preparation,) = (words[2:] for words in lines if words[:2] == ["-m", "data_prep.crossattn.prepare_qa"])
     prepare_qa._add_options(parser := argparse.ArgumentParser())
