@@ -113,20 +113,20 @@ def test_twelve_experiments(cluster: Cluster, grid: Grid):
     cluster.lose("second")
     grid.let("children may end")
     wait_until(lambda: not cluster.alive(), "the others to end")
-    rows = {row.exp_id: row for row in grid.rows(items)}
-    assert {identity for identity, row in rows.items() if row.state != "done"} == victims
+    lost = {row.exp_id: f"{row.state}: {row.reason}" for row in grid.rows(items) if row.state != "done"}
     assert len(victims) == 2
-    for identity in victims:
-        assert rows[identity].state == "failed"
-        assert "Ray lost it" in rows[identity].reason
+    assert victims <= lost.keys(), lost
+    assert all(state.startswith("failed: ") and "Ray lost it" in state for state in lost.values()), lost
+    # Ray also loses a queued job if that node was asked for a place when it died.
+    assert all("never ran" in lost[identity] for identity in lost.keys() - victims), lost
 
-    # Only what the node took with it is submitted again, once.
+    # Only what Ray lost is submitted again, once.
     grid.run(items)
     assert grid.submit_counts() - before == once
     grid.run(items, "retry")
     assert set(grid.final_states(items)) == {"done"}
     grid.run(items, "retry")
-    assert grid.submit_counts() - before == {identity: 1 + (identity in victims) for identity in once}
+    assert grid.submit_counts() - before == {identity: 1 + (identity in lost) for identity in once}
     assert Counter(grid.start_log()) == {
         identity: 1 + (identity in victims or identity == parents[0]) for identity in once
     }
