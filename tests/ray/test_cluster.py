@@ -113,12 +113,12 @@ def test_twelve_experiments(cluster: Cluster, grid: Grid):
     cluster.lose("second")
     grid.let("children may end")
     wait_until(lambda: not cluster.alive(), "the others to end")
-    lost = {row.exp_id: f"{row.state}: {row.reason}" for row in grid.rows(items) if row.state != "done"}
+    lost_states = {row.exp_id: f"{row.state}: {row.reason}" for row in grid.rows(items) if row.state != "done"}
     assert len(victims) == 2
-    assert victims <= lost.keys(), lost
-    assert all(state.startswith("failed: ") and "Ray lost it" in state for state in lost.values()), lost
+    assert victims <= lost_states.keys(), lost_states
+    assert all(state.startswith("failed: ") and "Ray lost it" in state for state in lost_states.values()), lost_states
     # Ray also loses a queued job if that node was asked for a place when it died.
-    assert all("never ran" in lost[identity] for identity in lost.keys() - victims), lost
+    assert all("never ran" in lost_states[identity] for identity in lost_states.keys() - victims), lost_states
 
     # Only what Ray lost is submitted again, once.
     grid.run(items)
@@ -126,7 +126,7 @@ def test_twelve_experiments(cluster: Cluster, grid: Grid):
     grid.run(items, "retry")
     assert set(grid.final_states(items)) == {"done"}
     grid.run(items, "retry")
-    assert grid.submit_counts() - before == {identity: 1 + (identity in lost) for identity in once}
+    assert grid.submit_counts() - before == {identity: 1 + (identity in lost_states) for identity in once}
     assert Counter(grid.start_log()) == {
         identity: 1 + (identity in victims or identity == parents[0]) for identity in once
     }
