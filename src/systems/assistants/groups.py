@@ -313,6 +313,6 @@ GROUPS = {
     "smollm2_reward_control": [smollm2_reward(fold, shuffled=True) for fold in (1, 2, 3)],
     "smollm2_dpo": [smollm2_dpo(seed) for seed in _SEEDS],
     "smollm2_dpo_control": [smollm2_dpo(seed, shuffled=True) for seed in _SEEDS],
-    "smollm2_grpo": [smollm2_grpo(seed) for seed in _SEEDS],
-    "smollm2_grpo_control": [smollm2_grpo(seed, shuffled=True) for seed in _SEEDS],
+    "smollm2_grpo": [smollm2_grpo(seed) for seed in range(5)],
+    "smollm2_grpo_control": [smollm2_grpo(seed, shuffled=True) for seed in range(5)],
 }
