@@ -469,7 +469,7 @@ def carry_out(item: Any, run: Any) -> None:
         raise
     if distributed.is_main():
         run.dir.set_status("done")
-        log.info("%s: done.", run.path)
+        log.info("done: %s", run.path)
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="TEXT",
         nargs="*",
         help="messages of one conversation, answered in order; or texts, continued separately by a model without a "
-        "chat template (default: lines of standard input)",
+        "chat template (default: lines of standard input, with the commands of the chat)",
     )
     add("--metadata", action="append", default=[], metavar="KEY=VALUE", help="metadata of the text; repeatable")
     add("--8bit", dest="eight_bit", action="store_true", help="load matrices in 8 bits, on a GPU, with bitsandbytes")

@@ -89,7 +89,7 @@ class TestTraining:
         caplog.set_level("INFO")
         group = [changed(SHORT, seed=seed) for seed in (0, 1)]
         assert toy.main(["-e", "g"], {"g": group}, folder) == 0
-        assert caplog.text.count(": done.") == 2
+        assert caplog.text.count("done: ") == 2
         files = {exp_id(exp): (folder / "runs" / exp_id(exp) / "scores.jsonl").stat().st_mtime_ns for exp in group}
         assert toy.main(["-e", "g"], {"g": group}, folder) == 0
         assert {name: (folder / "runs" / name / "scores.jsonl").stat().st_mtime_ns for name in files} == files

@@ -72,7 +72,7 @@ def test_training_and_serving_of_a_pretrained_model_print_only_their_own_lines(t
     assert not foreign_lines
     # a line of the plan and a total; the run, its start, a step and its end; an answer and that it was truncated, twice
     assert [len(group) for group in (*lines[:2], *lines[3:])] == [2, 4, 2, 2, 1]
-    assert lines[1][-1].endswith(": done.")
+    assert lines[1][-1].endswith(f"done: {run}")
 
 
 def test_progress_bars_are_drawn_only_in_a_terminal(tmp_path: Path):
