@@ -57,7 +57,7 @@ smollm2: run-environment  ## a pretrained chat model of 135 million parameters i
 
 # The studies of SmolLM2-135M: each trains groups with their controls, and prints a table with 95 % intervals over the seeds.
 .PHONY: study-questions study-rates study-metadata study-images study-assistants
-study: study-questions study-metadata study-images study-assistants  ## what SmolLM2-135M learns by each system, beside controls; half a day on two cores, resumable
+study: study-metadata study-images study-questions study-assistants  ## what SmolLM2-135M learns by each system, beside controls; half a day on two cores, resumable
 TABLE := $(BIN)/python -m results.table --interval ci95 -e
 
 ENCODE := OMP_NUM_THREADS=2 $(BIN)/python -m data_prep.crossattn.preproc_nq --embedding_model results/data/$(SMOLLM2) \
@@ -70,11 +70,11 @@ study-questions: smollm2  ## only cross-attention, prompting, closed book. Needs
 	$(ENCODE) --corpus squad_nq
 	OMP_NUM_THREADS=2 $(BIN)/python trainval.py -e $(QUESTIONS) --log_every 50
 	$(TABLE) $(QUESTIONS) --by group data.contexts --scores val_loss val_loss_shuffled_context \
-	  inference/f1 inference/f1_wrong_context inference/em inference/em_wrong_context
+	  inference/f1 inference/f1_wrong_context inference/em inference/em_wrong_context cache_bytes_per_context_token
 	$(BIN)/python -m results.plot -e $(QUESTIONS) --by group --x cache_bytes_per_context_token --y inference/f1 --log_x \
 	  --output results/plots/study.png
 
-# Contexts are split by their hashes: the lowest 12 % are held out already, so 24 % of the rest are the next 12 %.
+# Contexts are split by their hashes. Those below 12 % are held out already, so --val_percent 24 takes those from 12 to 24 %.
 study-rates: smollm2  ## learning rates of cross-attention, on a part of the training questions of `make study-questions`
 	$(BIN)/python -m data_prep.crossattn.prepare_qa --name squad_nq_tuning --train results/data/squad_nq/train.jsonl --val_percent 24
 	$(ENCODE) --corpus squad_nq_tuning
@@ -107,8 +107,8 @@ study-assistants: smollm2  ## only fine-tuning, reward models, DPO and GRPO. Nee
 	OMP_NUM_THREADS=2 $(BIN)/python trainval.py -e $(ASSISTANTS) --log_every 10
 	$(TABLE) $(ASSISTANTS) --by group model.name --scores val_loss val_accuracy val_accuracy/pairs val_accuracy/forks \
 	  solved_mean@16 solved_pass@16
-	OMP_NUM_THREADS=2 $(BIN)/python -m benchmarks.assistants.win_rate smollm2_reward pairs_1 smollm2_dpo smollm2_dpo_control
-	for corpus in pairs_2 pairs_3 oasst_forks; do $(BIN)/python -m benchmarks.assistants.win_rate smollm2_reward $$corpus; done
+	OMP_NUM_THREADS=2 $(BIN)/python -m benchmarks.assistants.win_rate smollm2_reward pairs_1 smollm2_dpo smollm2_dpo_control \
+	  --lengths pairs_1 pairs_2 pairs_3 --lengths oasst_forks
 
 # The tests of a file stay together, and so do the files of a group: tests/conftest.py says which, and gives their order.
 WORKERS ?= 2

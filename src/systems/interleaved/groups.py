@@ -64,7 +64,8 @@ INTERLEAVED_CHAT_TINY = override(
     },
 )
 
-# SmolLM2-135M (`make smollm2`), frozen, reads the digits through a small encoder with random weights.
+# SmolLM2-135M (`make smollm2`) reads the digits through a small encoder with random weights. Its layers are frozen, its
+# embeddings are trained.
 SMOLLM2_DIGITS = override(
     INTERLEAVED_TINY,
     {
@@ -147,5 +148,5 @@ GROUPS = {
     "interleaved_photographs": [INTERLEAVED_PHOTOGRAPHS],
     "interleaved_tiny": [INTERLEAVED_TINY],
     "interleaved_tiny_seeds": grid(INTERLEAVED_TINY, {"seed": [1, 2, 3]}),
-    "smollm2_digits": seeds([SMOLLM2_DIGITS], 3),
+    "smollm2_digits": seeds([SMOLLM2_DIGITS], 5),
 }

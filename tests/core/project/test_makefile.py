@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.assistants import win_rate
 from data_prep.crossattn import prepare_qa
 from exp_configs import EXP_GROUPS
 from results import plot, table
@@ -144,16 +145,21 @@ def test_a_model_that_is_there_is_named_and_not_made_again(make, tmp_path: Path)
 
 def test_every_line_of_the_study_is_understood(make):
     """The recorder ran no Python: here the real parsers read what it was asked."""
-    lines = [shlex.split(line) for line in make("study", TRAINVAL_DATA="released")]
+    lines = [
+        shlex.split(line) for target in ("study-rates", "study") for line in make(target, TRAINVAL_DATA="released")
+    ]
     trained = [set(arguments.parse(words[1:], "", ROOT).exp_group) for words in lines if words[0] == "trainval.py"]
     assert set().union(*trained) <= EXP_GROUPS.keys()
     for module in (plot, table):
         requests = [words[2:] for words in lines if words[:2] == ["-m", module.__name__]]
         options = [run_arguments.parse(module._parser(), request) for request in requests]
         assert [each.runs for each in options] == [run_arguments.RUNS] * len(requests)
-        assert [set(each.groups) for each in options] == trained[: len(requests)]
-    judge_request, *_ = (words[2:] for words in lines if words[:2] == ["-m", "benchmarks.assistants.win_rate"])
-    assert {judge_request[0], *judge_request[2:]} <= trained[-1]
-    (preparation,) = (words[2:] for words in lines if words[:2] == ["-m", "data_prep.crossattn.prepare_qa"])
+        assert all(set(each.groups) in trained for each in options)
+    assert len(trained) == sum(words[:2] == ["-m", table.__name__] for words in lines) == 5
+    (request,) = (words[2:] for words in lines if words[:2] == ["-m", win_rate.__name__])
+    compared = win_rate.options().parse_args(request)
+    assert {compared.judges, *compared.groups} <= trained[-1]
+    preparations = [words[2:] for words in lines if words[:2] == ["-m", prepare_qa.__name__]]
     prepare_qa._add_options(parser := argparse.ArgumentParser())
-    assert [path.split("/")[0] for path in parser.parse_args(preparation).train] == ["released", "released"]
+    sources = [path.split("/")[0] for each in preparations for path in parser.parse_args(each).train]
+    assert sources == ["results", "released", "released"]
