@@ -157,8 +157,8 @@ def test_every_line_of_the_study_is_understood(make):
         assert all(set(each.groups) in trained for each in options)
     assert len(trained) == sum(words[:2] == ["-m", table.__name__] for words in lines) == 5
     (request,) = (words[2:] for words in lines if words[:2] == ["-m", win_rate.__name__])
-    compared = win_rate.options().parse_args(request)
-    assert {compared.judges, *compared.groups} <= trained[-1]
+    comparison = win_rate.options().parse_args(request)
+    assert {comparison.judges, *comparison.groups} <= trained[-1]
     preparations = [words[2:] for words in lines if words[:2] == ["-m", prepare_qa.__name__]]
     prepare_qa._add_options(parser := argparse.ArgumentParser())
     sources = [path.split("/")[0] for each in preparations for path in parser.parse_args(each).train]

@@ -66,20 +66,20 @@ def test_each_link_of_the_chain_learns(folder: Path):
 def test_win_rates_count_the_answers_that_differ(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    moved, still = (override(DPO, {"loop.learning_rate": rate}) for rate in (0.1, 1e-9))
-    assert toy.main(["-e", "moved"], {"moved": [moved, still]}, folder) == 0
-    monkeypatch.setattr(win_rate, "EXP_GROUPS", {**CHAIN, "moved": [moved, still, override(moved, {"seed": 9})]})
+    far, near = (override(DPO, {"loop.learning_rate": rate}) for rate in (0.1, 1e-9))
+    assert toy.main(["-e", "far"], {"far": [far, near]}, folder) == 0
+    monkeypatch.setattr(win_rate, "EXP_GROUPS", {**CHAIN, "far": [far, near, override(far, {"seed": 9})]})
     capsys.readouterr()
     places = Places(folder / "data", folder / "runs")
-    words = ["reward", "replies", "moved", "--prompts", "5", "--new_tokens", "4", "--lengths", "replies", "replies"]
+    words = ["reward", "replies", "far", "--prompts", "5", "--new_tokens", "4", "--lengths", "replies", "replies"]
     win_rate.main([*words, "--data_path", str(places.data), "-sb", str(places.runs)])
     lengths, first, *others, mean = capsys.readouterr().out.splitlines()
     # of 1 to 6, only to 2 the best reply ("two") is longer than the worst ("xx")
     assert lengths == "replies replies: the best reply is longer in 0.167 ± 0.000 of the rows"
-    assert others == ["moved[1]: no answer differs", "moved[2]: not done"]
+    assert others == ["far[1]: no answer differs", "far[2]: not done"]
 
     prompts = [list(entry.messages) for entry in win_rate.ranked_rows(places.data / "replies")][:5]
-    talks: Any = [load_writer(places.runs / exp_id(exp), places)[0] for exp in (moved, SFT)]
+    talks: Any = [load_writer(places.runs / exp_id(exp), places)[0] for exp in (far, SFT)]
     answers = [
         [each.generate(each.prompt_ids(prompt), max_new_tokens=4, do_sample=False)[0] for prompt in prompts]
         for each in talks
@@ -88,8 +88,8 @@ def test_win_rates_count_the_answers_that_differ(
     judge = places.runs / exp_id(REWARD)
     share = win_rate.preferred_share(judge, places, pairs)
     longer = sum(len(mine) > len(other) for _, mine, other in pairs) / len(pairs)
-    assert first == f"moved[0]: preferred {share:.3f}, longer {longer:.3f} of {len(pairs)}"
-    assert mean == f"moved: preferred {share:.3f}, longer {longer:.3f}"
+    assert first == f"far[0]: preferred {share:.3f}, longer {longer:.3f} of {len(pairs)}"
+    assert mean == f"far: preferred {share:.3f}, longer {longer:.3f}"
     rows = win_rate.ranked_rows(places.data / "replies")
     best_and_worst = [(row.messages, row.replies[0].content, row.replies[-1].content) for row in rows]
     accuracy = toy.evaluations(folder, exp_id(REWARD))[-1]["val_accuracy"]
