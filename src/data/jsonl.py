@@ -89,6 +89,11 @@ def fingerprint(folder: Path) -> str:
     return hashlib.sha256(json.dumps(manifest["files"], sort_keys=True).encode()).hexdigest()
 
 
+def split_digest(folder: Path, split: str) -> str:
+    """sha256 of the rows of one split: equal for data sets that differ only in other files."""
+    return manifest_of(folder)["files"][f"{split}.jsonl"]["sha256"]
+
+
 def require_file(folder: Path, name: str) -> Path:
     """Return `folder / name` if the manifest of the data set lists it.
 

@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from pydantic import Field, model_validator
@@ -19,7 +20,7 @@ from src.data.parts import PartsConfig, part_seed
 from src.errors import ConfigError
 from src.experiments.config import Config as StrictConfig
 from src.experiments.config import Places
-from src.experiments.dataset_protocols import Batch, Dataset, SourcedDataset
+from src.experiments.dataset_protocols import Batch, Dataset, SourcedDataset, content_of
 from src.experiments.interfaces import DatasetConfig, DatasetField
 from src.runs.history.branches import Branch
 
@@ -126,8 +127,10 @@ class PhasedDataset:
     def __init__(self, config: Config, phases: Sequence[Dataset]) -> None:
         self.config, self.phases = config, phases
         ends = [phase.until for phase in config.phases]
-        digests = [data.fingerprint for data in phases]
-        self.fingerprint = hashlib.sha256(json.dumps([ends, digests]).encode()).hexdigest()
+        self.fingerprint, self.content = (
+            hashlib.sha256(json.dumps([ends, [digest(data) for data in phases]]).encode()).hexdigest()
+            for digest in (attrgetter("fingerprint"), content_of)
+        )
         self._names = [list(data.sources) if isinstance(data, SourcedDataset) else [] for data in phases]
         names = [phase_sources or [f"phases[{number}]"] for number, phase_sources in enumerate(self._names)]
         self.sources = (

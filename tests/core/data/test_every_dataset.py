@@ -25,7 +25,7 @@ from src.experiments.batches import (
     TokenBatch,
 )
 from src.experiments.config import Places, Problems
-from src.experiments.dataset_protocols import Dataset
+from src.experiments.dataset_protocols import Dataset, content_of
 from src.experiments.kinds import CROSS_ATTENTION, DECODER, ENCODER_DECODER, FUSION_IN_DECODER, REWARD, VISION_LANGUAGE
 from src.experiments.registry import DATASETS, MODELS, bind
 from src.files import new_directory
@@ -180,13 +180,18 @@ EVERY = pytest.mark.parametrize("name", CASES)
 Build = Callable[..., Dataset]
 
 
-def write_world(folder: Path, tokenizer: Any, corpora: dict[str, list[dict[str, Any]]] = CORPORA) -> Places:
+def write_world(
+    folder: Path, tokenizer: Any, corpora: dict[str, list[dict[str, Any]]] = CORPORA, short: str = ""
+) -> Places:
+    """short: a split that gets a row less."""
+    left_out = {split: int(split == short) for split in ("train", "val")}
     for corpus, rows in corpora.items():
         with new_directory(folder / corpus) as beside:
-            for split in ("train", "val"):
-                (beside / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for split in ("train", "val"):
-        pages.write_pages(folder / "shown" / split, len(corpora["texts"]), per_shard=4)
+            for split, count in left_out.items():
+                lines = [json.dumps(row) + "\n" for row in rows[: len(rows) - count]]
+                (beside / f"{split}.jsonl").write_text("".join(lines))
+    for split, count in left_out.items():
+        pages.write_pages(folder / "shown" / split, len(corpora["texts"]) - count, per_shard=4)
     tokenizer.save_pretrained(folder / "tokenizer")
     return Places(folder, folder)
 
@@ -245,6 +250,22 @@ def load_steps(data: Dataset, count: int, start: State, workers: int = 0) -> lis
 def test_every_data_set_has_a_case():
     by_policies = {"rollouts"}  # samples are what a policy makes: tests/systems/assistants/test_policy_training.py
     assert CASES.keys() == DATASETS.modules.keys() - by_policies, "a new data set belongs in CASES"
+
+
+@pytest.fixture(scope="module")
+def short_worlds(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> dict[str, Places]:
+    return {split: write_world(tmp_path_factory.mktemp(split), tokenizer, short=split) for split in ("train", "val")}
+
+
+@EVERY
+def test_the_content_of_validation_data_does_not_depend_on_training_data(
+    build: Build, short_worlds: dict[str, Places], name: str
+):
+    """`results.compare` then compares runs that were trained on other data."""
+    data = build(name, "val")
+    other_training = build(name, "val", places=short_worlds["train"])
+    assert content_of(other_training) == content_of(data)
+    assert content_of(build(name, "val", places=short_worlds["val"])) != content_of(data)
 
 
 @EVERY

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from results.compare import main as compare
 from src.errors import DataError
 from src.experiments.config import Places
 from src.experiments.grid import override
@@ -18,7 +19,7 @@ from src.experiments.registry import DATASETS, bind
 from src.systems.assistants.conversations.entries import read_entry
 from tests import toy
 from tests.systems.assistants.conversations import talk
-from tests.systems.assistants.train_assistants import DPO, REPLIES, REWARD, SFT, write_data
+from tests.systems.assistants.train_assistants import DPO, KTO, REPLIES, REWARD, SFT, write_data
 
 PAIRS: dict[str, Any] = {**REPLIES, "max_replies": 2}
 TAGS = {"lang": "en", "quality": 0.9, "humor": 0.1}
@@ -50,12 +51,26 @@ def test_preferences_of_several_data_sets(folder: Path):
     assert rows[-1]["train_loss"] < rows[0]["train_loss"]
 
 
+@pytest.mark.parametrize(
+    ("exp", "control"), [(SFT, "shuffled_answers"), (DPO, "shuffled_ranks"), (KTO, "shuffled_labels")]
+)
+def test_a_control_is_validated_on_the_same_data(folder: Path, exp: dict[str, Any], control: str):
+    def data_of(settings: dict[str, Any]) -> Any:
+        return bind(DATASETS, {**exp["data"], **settings}).build(
+            Places(folder / "data", folder), talk.tokenizer(), "val", 0
+        )
+
+    plain, shuffled, shorter = data_of({}), data_of({control: True}), data_of({"sequence_tokens": 32})
+    assert shuffled.fingerprint != plain.fingerprint, "a training does not resume with it"
+    assert shuffled.content == plain.content
+    assert shorter.content != plain.content
+
+
 def test_shuffled_ranks_are_learned(folder: Path):
     """A control: half of the pairs are learned the wrong way round, and those for validation stay."""
-    plain, shuffled = (
-        train(folder, override(DPO, {"loop.steps": 40, "data": {**PAIRS, "shuffled_ranks": on}}))
-        for on in (False, True)
-    )
+    exps = [override(DPO, {"loop.steps": 40, "data": {**PAIRS, "shuffled_ranks": on}}) for on in (False, True)]
+    plain, shuffled = (train(folder, exp) for exp in exps)
+    assert compare(["-r", str(folder / "runs"), *(exp_id(exp) for exp in exps), "--metric", "val_accuracy"]) == 0
     assert plain[-1]["val_margin"] > 2 * abs(shuffled[-1]["val_margin"])
     experiment: Any = load_experiment(override(DPO, {"data.shuffled_ranks": True, "preference": {"beta": 1.0}}), "here")
     ranks = torch.tensor([0, 1, 1, 0, 2, 2])

@@ -65,6 +65,10 @@ class Writing(StrictConfig):
         return self
 
 
+_CONTROLS = ("shuffled_answers", "shuffled_ranks", "shuffled_labels")
+"""Fields that change only training samples, so that a run and its control are compared on the same validation data."""
+
+
 class ConversationConfig(ShuffledConfig):
     """Source and format of conversations; the base of `conversations` and `ranked_replies`."""
 
@@ -134,10 +138,16 @@ class ConversationConfig(ShuffledConfig):
 
     def digest(self, places: Places) -> str:
         """Digest of the rows and of their format."""
-        parts = [
-            jsonl.fingerprint(jsonl.corpus_folder(places, self.corpus)),
-            drop_absences(self.model_dump(mode="json", exclude={"corpus", "val_samples", "shuffle"}), self),
-        ]
+        return self._digest(jsonl.fingerprint(jsonl.corpus_folder(places, self.corpus)), ())
+
+    def content(self, places: Places, split: str) -> str:
+        """Digest of the rows of one split and of their format."""
+        return self._digest(jsonl.split_digest(jsonl.corpus_folder(places, self.corpus), split), _CONTROLS)
+
+    def _digest(self, rows: str, without: Collection[str]) -> str:
+        """without: fields that do not count."""
+        uncounted = {"corpus", "val_samples", "shuffle", *without}
+        parts = [rows, drop_absences(self.model_dump(mode="json", exclude=uncounted), self)]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
@@ -189,6 +199,7 @@ class ConversationSamples:
         self.renderer = Renderer(tokenizer, templates.find(config.writing.template, tokenizer))
         self._rows, self._seed = config.read(places, split), seed if split == "train" else None
         self.fingerprint, self._name = config.digest(places), str(places.data / config.corpus)
+        self.content = config.content(places, split)
         self._contents: Sequence[Any] = self._select()
         """By sample: the index of its row, or the numbers of its replies."""
         for index in range(min(len(self), -(-NUM_CHECKED_REPLIES // self.replies_per_sample))):

@@ -72,8 +72,9 @@ class Config(questions.DecoderConfig):
             ConfigError: the token limits are too small for the template, a source has no rows, or the contexts were
                 encoded with other options.
         """
-        rows, fingerprint = questions.read(places, self, split)
+        rows, fingerprint, content = questions.read(places, self, split)
         dataset = self.open(rows, tokenizer, seed, fingerprint, split)
+        dataset.content = content
         if self.encoded_contexts:
             dataset.use_store(self._check_store(places), places.data / self.corpus / encoded_store.FOLDER, tokenizer)
         return dataset

@@ -67,8 +67,10 @@ class Config(RowsConfig):
             DataError: the data set is missing, incomplete or malformed, or has fewer than `val_samples` rows.
             ConfigError: `passage_tokens` is too small for the format, or a source has no rows.
         """
-        rows, fingerprint = questions.read(places, self, split)
-        return self.open(rows, tokenizer, seed, fingerprint, split)
+        rows, fingerprint, content = questions.read(places, self, split)
+        dataset = self.open(rows, tokenizer, seed, fingerprint, split)
+        dataset.content = content
+        return dataset
 
     def open(
         self,

@@ -46,8 +46,10 @@ class Config(questions.DecoderConfig):
                 context is too long and `too_long` is "refuse".
             ConfigError: the token limits are too small for the template, or a source has no rows.
         """
-        rows, fingerprint = questions.read(places, self, split)
-        return self.open(rows, tokenizer, seed, fingerprint, split)
+        rows, fingerprint, content = questions.read(places, self, split)
+        dataset = self.open(rows, tokenizer, seed, fingerprint, split)
+        dataset.content = content
+        return dataset
 
     def open(
         self,

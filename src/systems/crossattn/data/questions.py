@@ -37,8 +37,8 @@ RULES = "questions 1"
 """Version of the rows' checks and groups. If it changes, files are checked again."""
 
 
-def read(places: Places, config: RowsConfig, split: str) -> tuple[Sequence[Row], str]:
-    """The rows of a split that `config` selects, and the fingerprint of the data set.
+def read(places: Places, config: RowsConfig, split: str) -> tuple[Sequence[Row], str, str]:
+    """The rows of a split that `config` selects, and digests of the data set and of the split.
 
     Raises:
         DataError: the data set is missing, incomplete or malformed, or has fewer than `val_samples` rows.
@@ -51,7 +51,7 @@ def read(places: Places, config: RowsConfig, split: str) -> tuple[Sequence[Row],
     )
     if split == "val" and config.val_samples is not None:
         rows = Subset(rows, jsonl.select_validation_rows(len(rows), config.val_samples, path))
-    return rows, jsonl.fingerprint(folder)
+    return rows, jsonl.fingerprint(folder), jsonl.split_digest(folder, split)
 
 
 def useful_contexts(row: Row) -> list[str]:

@@ -142,7 +142,8 @@ class Config(DatasetConfig):
         rows = jsonl.read_rows(
             path, {"text": str}, check=lambda row, where: read_row(row, where, self.columns), rules=rules
         )
-        documents = Documents(self, rows, jsonl.fingerprint(folder), self.make_maker(tokenizer))
+        digests = jsonl.fingerprint(folder), jsonl.split_digest(folder, split)
+        documents = Documents(self, rows, *digests, self.make_maker(tokenizer))
         if split == "train":
             return MetadataDataset(documents, seed)
         most = self.val_documents
@@ -163,9 +164,9 @@ class Config(DatasetConfig):
 class Documents:
     """Documents by number, and the maker of their pieces."""
 
-    def __init__(self, config: Config, rows: jsonl.Rows, corpus: str, maker: ExampleMaker) -> None:
-        """corpus: digest of the rows."""
-        self.config, self.maker, self.content, self._rows = config, maker, corpus, rows
+    def __init__(self, config: Config, rows: jsonl.Rows, corpus: str, content: str, maker: ExampleMaker) -> None:
+        """corpus: digest of all rows. content: of those of this split."""
+        self.config, self.maker, self.content, self._rows = config, maker, content, rows
         options = config.model_dump(mode="json", exclude={"corpus", "val_documents"})
         self.fingerprint = hashlib.sha256(json.dumps([corpus, options], sort_keys=True).encode()).hexdigest()
 

@@ -68,7 +68,7 @@ class DenoisingDataset:
         lengths: tuple[int, ...] = (0, 0),
     ) -> None:
         """lengths: minimum lengths of inputs and targets in every batch."""
-        self.fingerprint, self.shuffle, self._lengths = fingerprint, shuffle, lengths
+        self.fingerprint, self.content, self.shuffle, self._lengths = fingerprint, fingerprint, shuffle, lengths
         self.collation = "denoising", encoder.pad_id, lengths
         self._draws, self._pad_id = draws, encoder.pad_id
 

@@ -69,9 +69,10 @@ class DenoiserMixture(DenoisingDataset):
             range(total) if most is None else jsonl.select_validation_rows(total, most, documents.path)
         )
         self._full_blocks = blocks
-        masks = config.model_dump_json(include={"denoisers", "whole_words"})
-        fingerprint = f"{documents.fingerprint} {hashlib.sha256(masks.encode()).hexdigest()}"
+        masks = hashlib.sha256(config.model_dump_json(include={"denoisers", "whole_words"}).encode()).hexdigest()
+        fingerprint = f"{documents.fingerprint} {masks}"
         super().__init__(draws, encoder, fingerprint, config.shuffle, config.batch_lengths() or (0, 0))
+        self.content = f"{documents.content} {masks}"
 
     def __len__(self) -> int:
         """Samples in one epoch."""

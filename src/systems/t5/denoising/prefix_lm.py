@@ -62,9 +62,11 @@ class Config(DenoisingConfig):
         corpus = documents.read(places, self.corpus, tokenizer, split)
         rows = documents.PackedRows(corpus, self.sequence_tokens, self.max_samples(split))
         objective = partial(cut_row, eos_id=corpus.eos_id, prefix_tokens=self.prefix_tokens)
-        return SingleObjectiveDataset(
+        dataset = SingleObjectiveDataset(
             rows, objective, mask_rng(split, seed), SafeTokenizer(tokenizer), corpus.fingerprint, self.shuffle
         )
+        dataset.content = corpus.content
+        return dataset
 
 
 def cut_row(

@@ -95,17 +95,19 @@ class Config(DenoisingConfig):
         ids = np.array(sentinels.require(tokenizer, counts.spans, "data.input_tokens"), dtype=np.int32)
         corpus = documents.read(places, self.corpus, tokenizer, split)
         rows = documents.PackedRows(corpus, raw, self.max_samples(split))
-        fingerprint = corpus.fingerprint
+        fingerprint, content = corpus.fingerprint, corpus.content
         shares = self.noise_density, self.mean_span_tokens
         vocabulary = ngrams.NO_NGRAMS if self.whole_words else None
         if self.ngrams:
             vocabulary = ngrams.read_vocabulary(places.data / self.ngrams)
         if vocabulary:
-            fingerprint = f"{fingerprint} {vocabulary.fingerprint}"
+            fingerprint, content = (f"{digest} {vocabulary.fingerprint}" for digest in (fingerprint, content))
         objective = span_objective(tokenizer, shares, ids, corpus.eos_id, vocabulary)
-        return SingleObjectiveDataset(
+        dataset = SingleObjectiveDataset(
             rows, objective, mask_rng(split, seed), SafeTokenizer(tokenizer), fingerprint, self.shuffle
         )
+        dataset.content = content
+        return dataset
 
     def _lengths(self) -> tuple[int, noise.Counts]:
         """Number of tokens of a row of text, and its counts."""

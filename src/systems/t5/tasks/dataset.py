@@ -142,8 +142,13 @@ class Config(DatasetConfig):
         rows: Sequence[Row] = jsonl.read_rows(path, fields, OPTIONAL, check_row, rules=rules)
         if split == "val" and self.val_samples is not None:
             rows = [rows[i] for i in jsonl.select_validation_rows(len(rows), self.val_samples, path)]
-        digest = hashlib.sha256(f"{jsonl.fingerprint(folder)} {task.fingerprint}".encode()).hexdigest()
-        return TaskDataset(self, task, rows, tokenizer, digest)
+        fingerprint, content = (
+            hashlib.sha256(f"{digest} {task.fingerprint}".encode()).hexdigest()
+            for digest in (jsonl.fingerprint(folder), jsonl.split_digest(folder, split))
+        )
+        dataset = TaskDataset(self, task, rows, tokenizer, fingerprint)
+        dataset.content = content
+        return dataset
 
 
 class Sample(TypedDict):
@@ -187,7 +192,7 @@ class TaskDataset:
         tokenizer: "PreTrainedTokenizerFast",
         fingerprint: str,
     ) -> None:
-        self.task, self.fingerprint = task, fingerprint
+        self.task, self.fingerprint, self.content = task, fingerprint, fingerprint
         self.answer_tokens = config.max_new_tokens or config.target_tokens
         self._config, self._encoder = config, SafeTokenizer(tokenizer)
         self._sentinel = sentinels.require(tokenizer, 1, "data.sentinel") if config.sentinel else []

@@ -159,7 +159,7 @@ class DepthDataset:
         self, config: Config, groups: Groups, group_indices: Sequence[int], words: Words, drawn_for: tuple[str, int]
     ) -> None:
         """drawn_for: split and seed."""
-        self.fingerprint, self.shuffle = groups.fingerprint, config.shuffle
+        self.fingerprint, self.content, self.shuffle = groups.fingerprint, groups.content, config.shuffle
         self._config, self._groups, self._group_indices, self._words = config, groups, group_indices, words
         self._draws = mask_rng(*drawn_for)
         self._sentences_alone = False

@@ -82,10 +82,10 @@ class Groups:
         self._ids = np.concatenate([np.empty(0, np.int32), *pieces])
         self._bounds = np.cumsum([0, *map(len, pieces)])
         self._firsts_of_groups = np.array([*firsts, len(pieces)])
-        digest = hashlib.sha256(fingerprint.encode())
-        for part in (self._ids, self._bounds):  # also depends on tokenizer and segmenter
-            digest.update(part.tobytes())
-        self.fingerprint = digest.hexdigest()
+        digest = hashlib.sha256(self._ids.tobytes())  # also depends on tokenizer and segmenter
+        digest.update(self._bounds.tobytes())
+        self.content = digest.hexdigest()
+        self.fingerprint = hashlib.sha256(f"{fingerprint} {self.content}".encode()).hexdigest()
 
     def __len__(self) -> int:
         return len(self._firsts_of_groups) - 1
