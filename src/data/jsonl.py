@@ -83,15 +83,10 @@ def _is_made_by_hand(folder: Path) -> bool:
     return folder.name not in _MADE_BY and all((folder / f"{split}.jsonl").is_file() for split in SPLITS)
 
 
-def fingerprint(folder: Path) -> str:
-    """sha256 of the manifest's file entries: equal for equal data, independent of place and time."""
-    manifest = manifest_of(folder)
-    return hashlib.sha256(json.dumps(manifest["files"], sort_keys=True).encode()).hexdigest()
-
-
-def split_digest(folder: Path, split: str) -> str:
-    """sha256 of the rows of one split: equal for data sets that differ only in other files."""
-    return manifest_of(folder)["files"][f"{split}.jsonl"]["sha256"]
+def fingerprint(folder: Path, split: str = "") -> str:
+    """sha256 of the manifest's entries of all files, or of one split's: does not depend on place and time."""
+    files = manifest_of(folder)["files"]
+    return hashlib.sha256(json.dumps(files[f"{split}.jsonl"] if split else files, sort_keys=True).encode()).hexdigest()
 
 
 def require_file(folder: Path, name: str) -> Path:

@@ -97,7 +97,7 @@ def read(places: Places, corpus: str, tokenizer: "PreTrainedTokenizerFast", spli
     path = jsonl.require_file(folder, f"{split}.jsonl")
     rows = jsonl.read_rows(path, {"text": str}, rules="text 1")
     shard = _tokenize(rows, encoder, tokenizer_digest(tokenizer))
-    return Documents([shard], encoder.eos_id, jsonl.fingerprint(folder), path, jsonl.split_digest(folder, split))
+    return Documents([shard], encoder.eos_id, jsonl.fingerprint(folder), path, jsonl.fingerprint(folder, split))
 
 
 def _tokenize(rows: jsonl.Rows, encoder: SafeTokenizer, digest: str) -> token_files.Shard:

@@ -142,12 +142,12 @@ class ConversationConfig(ShuffledConfig):
 
     def content(self, places: Places, split: str) -> str:
         """Digest of the rows of one split and of their format."""
-        return self._digest(jsonl.split_digest(jsonl.corpus_folder(places, self.corpus), split), _CONTROLS)
+        return self._digest(jsonl.fingerprint(jsonl.corpus_folder(places, self.corpus), split), _CONTROLS)
 
     def _digest(self, rows: str, without: Collection[str]) -> str:
         """without: fields that do not count."""
-        uncounted = {"corpus", "val_samples", "shuffle", *without}
-        parts = [rows, drop_absences(self.model_dump(mode="json", exclude=uncounted), self)]
+        options = self.model_dump(mode="json", exclude={"corpus", "val_samples", "shuffle", *without})
+        parts = [rows, drop_absences(options, self)]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 

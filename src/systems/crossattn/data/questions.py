@@ -51,7 +51,7 @@ def read(places: Places, config: RowsConfig, split: str) -> tuple[Sequence[Row],
     )
     if split == "val" and config.val_samples is not None:
         rows = Subset(rows, jsonl.select_validation_rows(len(rows), config.val_samples, path))
-    return rows, jsonl.fingerprint(folder), jsonl.split_digest(folder, split)
+    return rows, jsonl.fingerprint(folder), jsonl.fingerprint(folder, split)
 
 
 def useful_contexts(row: Row) -> list[str]:

@@ -142,7 +142,7 @@ class Config(DatasetConfig):
         rows = jsonl.read_rows(
             path, {"text": str}, check=lambda row, where: read_row(row, where, self.columns), rules=rules
         )
-        digests = jsonl.fingerprint(folder), jsonl.split_digest(folder, split)
+        digests = jsonl.fingerprint(folder), jsonl.fingerprint(folder, split)
         documents = Documents(self, rows, *digests, self.make_maker(tokenizer))
         if split == "train":
             return MetadataDataset(documents, seed)

@@ -144,7 +144,7 @@ class Config(DatasetConfig):
             rows = [rows[i] for i in jsonl.select_validation_rows(len(rows), self.val_samples, path)]
         fingerprint, content = (
             hashlib.sha256(f"{digest} {task.fingerprint}".encode()).hexdigest()
-            for digest in (jsonl.fingerprint(folder), jsonl.split_digest(folder, split))
+            for digest in (jsonl.fingerprint(folder), jsonl.fingerprint(folder, split))
         )
         dataset = TaskDataset(self, task, rows, tokenizer, fingerprint)
         dataset.content = content
