@@ -143,6 +143,10 @@ def test_a_model_that_is_there_is_named_and_not_made_again(make, tmp_path: Path)
     assert folder in line
 
 
+def test_the_study_does_not_start_without_its_data(make):
+    assert make("study", fail_on="", TRAINVAL_DATA="") == []
+
+
 def test_every_line_of_the_study_is_understood(make):
     """The recorder ran no Python: here the real parsers read what it was asked."""
     lines = [
