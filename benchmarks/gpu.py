@@ -29,6 +29,7 @@ import importlib.util
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -36,14 +37,17 @@ import tempfile
 import time
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
 
 from benchmarks import gpu_peers
+from src.data.jsonl import SPLITS
 from src.experiments.grid import override
 from src.experiments.identity import exp_id
 from src.files import new_directory
@@ -60,7 +64,7 @@ PRECISIONS = (
 HALF = "bfloat16" if "bfloat16" in PRECISIONS else "float16"
 """Precision of the large models."""
 IS_SMALL = GPU and torch.cuda.get_device_properties(0).total_memory < 40 * 2**30
-SECONDS = 240
+SECONDS = 360
 """Time limit of an item."""
 TOTAL_SECONDS = 1200
 """Time limit of all items."""
@@ -95,9 +99,10 @@ _LARGE_T5 = {
     "num_heads": 12,
     "vocabulary_multiple": 32_128,
 }
+_LONG_TEXTS = {"data.corpus": "long_texts", "data.sequence_tokens": 1024 if GPU else 16}
 SIZES: dict[str, dict[str, Any]] = {
-    "lm": {"model": {**toy.BASE["model"], **_LARGE_LM}, "data.sequence_tokens": 1024} if GPU else {},
-    "llama": {"model": {"name": "hf", "path": gpu_peers.LLAMA}, "data.sequence_tokens": 1024 if GPU else 16},
+    "lm": {**({"model": {**toy.BASE["model"], **_LARGE_LM}} if GPU else {}), **_LONG_TEXTS},
+    "llama": {"model": {"name": "hf", "path": gpu_peers.LLAMA}, **_LONG_TEXTS},
     "t5": {"model.random": {**T5["model"]["random"], **_LARGE_T5}, "data.input_tokens": 512} if GPU else {},
 }
 LLAMA = (
@@ -118,6 +123,8 @@ LLAMA = (
     }
 )
 """The shape of TinyLlama, of 1.0 billion parameters without its vocabulary."""
+FEWER_STEPS = ("--log_every", "10" if GPU else "4")
+"""The last row of perf.jsonl has the speed of the last of these steps alone, without compilation and warm-up."""
 TARGETS = {"lm": 0.50, "llama": 0.50, "t5": 0.45}
 """MFU in `HALF` with compile."""
 
@@ -200,6 +207,7 @@ def _run_item(name: str, output: Path) -> int:
         folder = Path(scratch)
         try:
             _write_t5_tokenizer(toy.write_data(folder / "data"))
+            _write_long_texts(folder / "data")
             result = {"state": "passed", "found": ITEMS[name](folder)}
         except SkipItem as missing:
             result = {"state": "not tried", "reason": str(missing)}
@@ -312,7 +320,7 @@ def speed(name: str, folder: Path) -> dict[str, Any]:
     for compiled in (False, True) if GPU else (False,):
         exp = _large(name, {"loop.precision": HALF, **({"loop.compile": True} if compiled else {})})
         place = folder / f"{name}-{compiled}"
-        _train(place, [exp])
+        _train(place, [exp], *FEWER_STEPS)
         perf = _perf(place, exp, "tokens_per_second", "mfu", "peak_memory_bytes", "data_wait_rate")
         if name != "t5":
             work = gpu_peers.Work(exp, folder / "data", compiled)
@@ -329,35 +337,53 @@ def speed(name: str, folder: Path) -> dict[str, Any]:
 def loading(folder: Path) -> dict[str, Any]:
     """The share of the time that a step waits for its data."""
     exp = _large("lm", {"loop.sequences_per_step": 64, "loop.micro_batch": 4})
-    _train(folder / "loading", [exp])
+    _train(folder / "loading", [exp], *FEWER_STEPS)
     return _perf(folder / "loading", exp, "data_wait_rate", "tokens_per_second")
 
 
 def synchronisations(folder: Path) -> dict[str, Any]:
-    """Counted by what torch warns of: in the optimizer steps, of which each waits once, and in all else, such as the
-    evaluation."""
+    """Counted by what torch warns of: in the optimizer steps, of which each waits once, with the lines of code that
+    wait; and in all else, such as the evaluation."""
     if not GPU:
         raise SkipItem("torch counts only waits for a GPU")
-    num_waits = {}
+    found = {}
 
     def note(message: Warning | str, *_: Any, **__: Any) -> None:
         if "synchroniz" in str(message):
-            waits.append(any(frame.f_code.co_name == "train_step" for frame, _ in traceback.walk_stack(None)))
+            frames = [frame.f_code for frame, _ in traceback.walk_stack(sys._getframe())]
+            places[_place(frames) if any(code.co_name == "train_step" for code in frames) else "elsewhere"] += 1
 
     for name, exp in TINY.items():
         exp = override(exp, {"loop.steps": 60, "loop.eval_every": 60})
         # Parents, and work that is done only once.
         assert toy.main(["-e", "one", "--with-parents"], {"one": [exp], "base": [toy.BASE]}, folder) == 0
         again = override(exp, {"seed": 1})
-        waits: list[bool] = []
+        places: Counter[str] = Counter()
         with warnings.catch_warnings():
             warnings.simplefilter("always")
             warnings.showwarning = note
             torch.cuda.set_sync_debug_mode("warn")
             assert toy.main(["-e", "one", "--with-parents"], {"one": [again], "base": [toy.BASE]}, folder) == 0
             torch.cuda.set_sync_debug_mode("default")
-        num_waits[name] = {"of a step": round(sum(waits) / again["loop"]["steps"], 2), "elsewhere": waits.count(False)}
-    return {"waits": num_waits}
+        elsewhere = places.pop("elsewhere", 0)
+        steps = again["loop"]["steps"]
+        found[name] = {
+            "of a step": round(places.total() / steps, 2),
+            "elsewhere": elsewhere,
+            **{place: round(count / steps, 2) for place, count in places.most_common()},
+        }
+    return {"waits": found}
+
+
+def _place(codes: Sequence[CodeType]) -> str:
+    """The innermost function outside torch, this file and Python's own, and the innermost of `src`."""
+    outside = [
+        code
+        for code in codes
+        if not re.search(r"/(torch|benchmarks)/|lib/python[^/]*/[a-z]+\.py|<frozen", code.co_filename)
+    ]
+    inner = [next(iter(group), None) for group in (outside, [code for code in outside if "/src/" in code.co_filename])]
+    return " in ".join(dict.fromkeys(f"{Path(code.co_filename).stem}.{code.co_qualname}" for code in inner if code))
 
 
 def cross_attention(folder: Path) -> dict[str, Any]:
@@ -456,6 +482,15 @@ def _perf(folder: Path, exp: Mapping[str, Any], *names: str) -> dict[str, Any]:
 
 def _weights(folder: Path, exp: Mapping[str, Any]) -> bytes:
     return (max((_run(folder, exp) / "checkpoints").glob("step-*")) / "model.safetensors").read_bytes()
+
+
+def _write_long_texts(data: Path) -> None:
+    """`toy_text` with documents of 1,280 tokens, so that each split has several sequences of 1,024."""
+    with new_directory(data / "long_texts") as folder:
+        for split in SPLITS:
+            rows = _rows(data / "toy_text" / f"{split}.jsonl")
+            documents = [{**row, "text": row["text"] * 32} for row in rows]
+            (folder / f"{split}.jsonl").write_text("".join(json.dumps(document) + "\n" for document in documents))
 
 
 def _write_t5_tokenizer(data: Path) -> None:

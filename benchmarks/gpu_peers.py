@@ -1,5 +1,6 @@
 """Peers of `benchmarks.gpu`: a bare loop and Hugging Face's Trainer; and a large model that reads encoded contexts."""
 
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from src.training.loss import context_lm_loss
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LLAMA = "benchmark_llama"
 STEPS, WORDS = 10, 30
+ATTENTION = re.compile("attention|fmha|flash|sdpa", re.IGNORECASE)
+"""Names of its kernels: torch's, CUTLASS's, FlashAttention's and cuDNN's."""
 
 
 @dataclass(frozen=True)
@@ -135,9 +138,7 @@ def read_encoded(sizes: Mapping[str, Any], rows: int, tokens: int, positions: in
         rate = rows * tokens / seconds(step, STEPS)
         with profile(activities=[ProfilerActivity.CUDA if DEVICE == "cuda" else ProfilerActivity.CPU]) as profiler:
             step()
-        kernels = {
-            event.key[:60] for event in profiler.key_averages() if "attention" in event.key or "fmha" in event.key
-        }
+        kernels = {event.key[:60] for event in profiler.key_averages() if ATTENTION.search(event.key)}
         facts[name] = {"tokens_per_second": round(rate), "kernels": sorted(kernels)}
     if DEVICE == "cuda":
         facts["peak_memory_bytes"] = torch.cuda.max_memory_allocated()

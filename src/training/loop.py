@@ -218,10 +218,10 @@ class Loop:
             for name, pair in named_sums.items():
                 part = torch.stack([value.detach().to(loss.device, torch.float64) for value in pair])
                 sums[name] = sums.get(name, torch.zeros_like(part)) + (part if counts else 0)
-        *norms, flat = (
-            part.tolist()
-            for part in (self.engine.norms(), self.engine.weight_norms(), torch.stack(list(sums.values())).flatten())
-        )
+        sums_2S = torch.stack(list(sums.values())).flatten()
+        parts = [part.to(sums_2S) for part in (self.engine.norms(), self.engine.weight_norms(), sums_2S)]
+        numbers = torch.cat(parts).cpu()  # the only wait for the device
+        *norms, flat = (part.tolist() for part in numbers.split([*map(len, parts)]))
         norm = self.engine.total_norm(*norms)
         # All ranks use the norm of rank 0, as copies on different devices can differ in the last bit.
         counters = {f"data/{name}": pair for name, pair in step.counters.items()}
