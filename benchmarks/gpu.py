@@ -346,7 +346,7 @@ def synchronisations(folder: Path) -> dict[str, Any]:
     wait; and in all else, such as the evaluation."""
     if not GPU:
         raise SkipItem("torch counts only waits for a GPU")
-    found = {}
+    num_waits = {}
 
     def note(message: Warning | str, *_: Any, **__: Any) -> None:
         if "synchroniz" in str(message):
@@ -367,12 +367,12 @@ def synchronisations(folder: Path) -> dict[str, Any]:
             torch.cuda.set_sync_debug_mode("default")
         elsewhere = places.pop("elsewhere", 0)
         steps = again["loop"]["steps"]
-        found[name] = {
+        num_waits[name] = {
             "of a step": round(places.total() / steps, 2),
             "elsewhere": elsewhere,
             **{place: round(count / steps, 2) for place, count in places.most_common()},
         }
-    return {"waits": found}
+    return {"waits": num_waits}
 
 
 def _place(codes: Sequence[CodeType]) -> str:
