@@ -123,7 +123,7 @@ LLAMA = (
     }
 )
 """The shape of TinyLlama, of 1.0 billion parameters without its vocabulary."""
-FEWER_STEPS = ("--log_every", "10" if GPU else "4")
+ROW_EVERY = ("--log_every", "10" if GPU else "4")
 """The last row of perf.jsonl has the speed of the last of these steps alone, without compilation and warm-up."""
 TARGETS = {"lm": 0.50, "llama": 0.50, "t5": 0.45}
 """MFU in `HALF` with compile."""
@@ -207,7 +207,7 @@ def _run_item(name: str, output: Path) -> int:
         folder = Path(scratch)
         try:
             _write_t5_tokenizer(toy.write_data(folder / "data"))
-            _write_long_texts(folder / "data")
+            write_long_texts(folder / "data")
             result = {"state": "passed", "found": ITEMS[name](folder)}
         except SkipItem as missing:
             result = {"state": "not tried", "reason": str(missing)}
@@ -320,7 +320,7 @@ def speed(name: str, folder: Path) -> dict[str, Any]:
     for compiled in (False, True) if GPU else (False,):
         exp = _large(name, {"loop.precision": HALF, **({"loop.compile": True} if compiled else {})})
         place = folder / f"{name}-{compiled}"
-        _train(place, [exp], *FEWER_STEPS)
+        _train(place, [exp], *ROW_EVERY)
         perf = _perf(place, exp, "tokens_per_second", "mfu", "peak_memory_bytes", "data_wait_rate")
         if name != "t5":
             work = gpu_peers.Work(exp, folder / "data", compiled)
@@ -337,13 +337,13 @@ def speed(name: str, folder: Path) -> dict[str, Any]:
 def loading(folder: Path) -> dict[str, Any]:
     """The share of the time that a step waits for its data."""
     exp = _large("lm", {"loop.sequences_per_step": 64, "loop.micro_batch": 4})
-    _train(folder / "loading", [exp], *FEWER_STEPS)
+    _train(folder / "loading", [exp], *ROW_EVERY)
     return _perf(folder / "loading", exp, "data_wait_rate", "tokens_per_second")
 
 
 def synchronisations(folder: Path) -> dict[str, Any]:
-    """Counted by what torch warns of: in the optimizer steps, of which each waits once, with the lines of code that
-    wait; and in all else, such as the evaluation."""
+    """Counted by what torch warns of: in the optimizer steps, with the functions that wait, of which `train_step` does
+    once; and in all else, such as the evaluation."""
     if not GPU:
         raise SkipItem("torch counts only waits for a GPU")
     num_waits = {}
@@ -351,7 +351,7 @@ def synchronisations(folder: Path) -> dict[str, Any]:
     def note(message: Warning | str, *_: Any, **__: Any) -> None:
         if "synchroniz" in str(message):
             frames = [frame.f_code for frame, _ in traceback.walk_stack(sys._getframe())]
-            places[_place(frames) if any(code.co_name == "train_step" for code in frames) else "elsewhere"] += 1
+            places[place_of(frames) if any(code.co_name == "train_step" for code in frames) else "elsewhere"] += 1
 
     for name, exp in TINY.items():
         exp = override(exp, {"loop.steps": 60, "loop.eval_every": 60})
@@ -375,7 +375,7 @@ def synchronisations(folder: Path) -> dict[str, Any]:
     return {"waits": num_waits}
 
 
-def _place(codes: Sequence[CodeType]) -> str:
+def place_of(codes: Sequence[CodeType]) -> str:
     """The innermost function outside torch, this file and Python's own, and the innermost of `src`."""
     outside = [
         code
@@ -484,7 +484,7 @@ def _weights(folder: Path, exp: Mapping[str, Any]) -> bytes:
     return (max((_run(folder, exp) / "checkpoints").glob("step-*")) / "model.safetensors").read_bytes()
 
 
-def _write_long_texts(data: Path) -> None:
+def write_long_texts(data: Path) -> None:
     """`toy_text` with documents of 1,280 tokens, so that each split has several sequences of 1,024."""
     with new_directory(data / "long_texts") as folder:
         for split in SPLITS:

@@ -6,10 +6,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import CodeType
 
 import pytest
 import torch
 
+from benchmarks import gpu
+from src.data.jsonl import SPLITS
+from tests import toy
 from tests.conftest import ROOT
 from tests.toy import environment
 
@@ -46,6 +50,24 @@ def test_without_a_gpu_possible_checks_run_and_the_rest_are_named(tmp_path: Path
     lines = (tmp_path / "table.md").read_text().splitlines()
     assert [re.split(r" *\| *", line)[1:3] for line in lines[2:]] == [list(pair) for pair in expected.items()]
     assert "exit code 75" in lines[3]
+
+
+def test_the_long_texts_have_several_sequences_of_the_large_models_in_each_split(tmp_path: Path):
+    gpu.write_long_texts(toy.write_data(tmp_path))
+    for split in SPLITS:
+        rows = (tmp_path / "long_texts" / f"{split}.jsonl").read_text().splitlines()
+        assert sum(len(json.loads(row)["text"].split()) for row in rows) > 8 * 1024, split
+
+
+def test_a_wait_is_named_by_the_library_and_by_the_function_of_src():
+    def code(path: str, name: str) -> CodeType:
+        return compile(f"def {name}(): pass", path, "exec").co_consts[0]
+
+    torchs = code("/env/lib/python3.12/site-packages/torch/_tensor.py", "item")
+    masks = code("/env/lib/python3.12/site-packages/transformers/masking_utils.py", "ignore")
+    loss, step = code("/project/src/training/loss.py", "loss"), code("/project/src/training/loop.py", "train_step")
+    assert gpu.place_of([torchs, masks, loss, step]) == "masking_utils.ignore in loss.loss"
+    assert gpu.place_of([torchs, step]) == "loop.train_step"
 
 
 @pytest.mark.slow
