@@ -6,8 +6,10 @@ settings.
 
 import contextlib
 import os
+import warnings
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,7 @@ def make(deterministic: bool = False) -> None:
         os.environ.setdefault(WORKSPACE, ":4096:8")  # required by cuBLAS
     import torch
 
+    speed_up_bfloat16()
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cudnn.benchmark = False
@@ -52,6 +55,41 @@ def make(deterministic: bool = False) -> None:
         deterministic or torch.are_deterministic_algorithms_enabled()
     ):  # any call imports torch._inductor, which takes 0.8 s
         torch.use_deterministic_algorithms(deterministic)
+
+
+def speed_up_bfloat16() -> None:
+    """On a CPU without instructions for bfloat16, compute its matrix products as those instructions do: with sums in
+    float32, and the result rounded once. Products of other types, and everything on a GPU, stay as they are.
+
+    torch's own kernels for such a CPU are slower; see benchmarks/training/cpu_bfloat16.py.
+    """
+    import torch
+
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        _float32_products()
+
+
+@cache
+def _float32_products() -> Any:
+    """Replace torch's kernels until the returned library is deleted."""
+    import torch
+
+    def kernel(product: Any) -> Any:
+        def compute(*tensors: Any, **scales: Any) -> Any:
+            factor = tensors[-1]
+            if any(each.dtype != torch.bfloat16 for each in tensors):
+                return product(*tensors, **scales, out=factor.new_empty(0))
+            out = factor.new_empty(0, dtype=torch.float32)
+            return product(*(each.float() for each in tensors), **scales, out=out).bfloat16()
+
+        return compute
+
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that a kernel is replaced
+        for name in ("mm", "addmm", "bmm", "baddbmm"):
+            library.impl(name, kernel(getattr(torch, name)), "CPU")  # `out=` calls another operation, mm.out
+    return library
 
 
 @contextlib.contextmanager
@@ -83,6 +121,7 @@ def describe() -> dict[str, Any]:
         "cudnn_tf32": torch.backends.cudnn.allow_tf32,
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "cpu_bfloat16": bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()),
         "bfloat16_reduced_precision_sums": torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
         "collective_timeout_seconds": COLLECTIVE_TIMEOUT.total_seconds(),
         "threads": torch.get_num_threads(),

@@ -55,6 +55,47 @@ def test_settings_import_no_compiler_unless_deterministic():
     assert not torch.are_deterministic_algorithms_enabled()
 
 
+_PRODUCTS = """
+import torch
+from src.support import torch_settings
+
+def results(kind):
+    torch.manual_seed(0)
+    a, b, bias = (torch.randn(size).to(kind) for size in ((3, 5, 40), (3, 40, 7), (7,)))
+    layer = torch.nn.Linear(40, 7).to(kind)
+    inputs = a.clone().requires_grad_()
+    layer(inputs).square().sum().backward()
+    tensors = [a[0] @ b[0], torch.addmm(bias, a[0], b[0], beta=0.5, alpha=2), a @ b, torch.baddbmm(bias, a, b, beta=3)]
+    return [*tensors, layer(inputs).detach(), layer.weight.grad, inputs.grad]
+
+before = {kind: results(kind) for kind in (torch.float32, torch.float64, torch.bfloat16)}
+torch_settings._float32_products()
+for kind, tensors in before.items():
+    for ours, theirs in zip(results(kind), tensors, strict=True):
+        if kind == torch.bfloat16:  # one rounding, of other sums
+            torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=2**-7)
+        else:
+            assert torch.equal(ours, theirs)
+torch.manual_seed(0)
+a, b = torch.randn(64, 512).bfloat16(), torch.randn(512, 8).bfloat16()
+assert torch.equal(a @ b, (a.float() @ b.float()).bfloat16())
+for mixed in ((a, b.float()), (a.float(), b)):
+    try:
+        torch.mm(*mixed)
+    except RuntimeError:
+        continue
+    raise AssertionError(mixed)
+"""
+
+
+@pytest.mark.slow
+def test_bfloat16_products_round_once_and_float32_products_stay():
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", _PRODUCTS], cwd=toy.ROOT, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 @pytest.mark.parametrize("name", torch_settings.ALLOCATOR)
 def test_an_allocator_set_by_the_user_stays(name: str):
     os.environ[name] = "max_split_size_mb:64"
