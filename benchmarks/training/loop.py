@@ -1,6 +1,6 @@
 """Overhead of the training loop: tokens/s of `fit` against a bare PyTorch loop and against the Trainer of transformers.
 
-    python -m benchmarks.training.loop [--group base_tiny | t5_tiny | smollm2] [--steps 30] [--rounds 3]
+    python -m benchmarks.training.loop [--group base_tiny | t5_tiny | smollm2 | smollm2_lora] [--steps 30] [--rounds 3]
         [--against bare trainer] [--set PATH=VALUE]
     torchrun --nproc-per-node 2 -m benchmarks.training.loop
 
@@ -57,24 +57,25 @@ from src.training.state import State
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGETS = {"bare": 0.97, "trainer": 1.0}
-SMOLLM2 = override(
-    smollm2_sft(0, lora=False),
-    {
-        "data": {
-            "name": "conversations",
-            "corpus": "alpaca",
-            "sequence_tokens": 256,
-            "writing": {"template": "tokenizer"},
-        },
-        "loop.precision": "float32",
-        "loop.learning_rate": 1e-5,
+_ON_ALPACA = {
+    "data": {
+        "name": "conversations",
+        "corpus": "alpaca",
+        "sequence_tokens": 256,
+        "writing": {"template": "tokenizer"},
     },
-)
-"""Fine-tuning of all weights of SmolLM2-135M (`make smollm2`) on the corpus alpaca below --data_path."""
+    "loop.precision": "float32",
+    "loop.learning_rate": 1e-5,
+}
+"""Fine-tuning of SmolLM2-135M (`make smollm2`) on the corpus alpaca below --data_path."""
 EXPERIMENTS: dict[str, tuple[dict[str, Any], Callable[..., Tensor]]] = {
     "base_tiny": (exp_configs.EXP_GROUPS["base_tiny"][0], causal_lm_loss),
     "t5_tiny": (exp_configs.EXP_GROUPS["t5_tiny"][0], seq2seq_loss),
-    "smollm2": (SMOLLM2, causal_lm_loss),
+    "smollm2": (override(smollm2_sft(0, lora=False), _ON_ALPACA), causal_lm_loss),
+    "smollm2_lora": (
+        override(smollm2_sft(0, lora=True), {**_ON_ALPACA, "model.base.dtype": "float32"}),
+        causal_lm_loss,
+    ),
 }
 COMPARED_STEPS = 8
 """Steps, at most, after which all must have the same weights."""

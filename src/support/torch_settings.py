@@ -63,10 +63,15 @@ def speed_up_bfloat16() -> None:
 
     torch's own kernels for such a CPU are slower; see benchmarks/training/cpu_bfloat16.py.
     """
+    if not _has_bfloat16():
+        _float32_products()
+
+
+def _has_bfloat16() -> bool:
+    """Whether the CPU has instructions for bfloat16 that this build of torch uses."""
     import torch
 
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        _float32_products()
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 @cache
@@ -121,7 +126,7 @@ def describe() -> dict[str, Any]:
         "cudnn_tf32": torch.backends.cudnn.allow_tf32,
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "cpu_bfloat16": bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()),
+        "cpu_bfloat16": _has_bfloat16(),
         "bfloat16_reduced_precision_sums": torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
         "collective_timeout_seconds": COLLECTIVE_TIMEOUT.total_seconds(),
         "threads": torch.get_num_threads(),
