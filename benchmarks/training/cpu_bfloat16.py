@@ -2,9 +2,9 @@
 
     python -m benchmarks.training.cpu_bfloat16 [--rows 768]
 
-The weights are those of SmolLM2-135M's widest layer, (1536, 576). Forward and backward passes read them transposed and
-as they are. A line per product: GFLOP per processor second of each, and the ratio of ours to torch's own. On a CPU with
-instructions for bfloat16 ours is torch's own.
+The weights are those of a layer of SmolLM2-135M, (1536, 576). Forward and backward passes read them transposed and as
+they are. A line per product: GFLOP per processor second of each, and the ratio of ours to torch's own, which is 1 where
+oneDNN has kernels for bfloat16.
 """
 
 import argparse

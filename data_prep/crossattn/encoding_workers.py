@@ -18,7 +18,6 @@ from data_prep.command import Progress
 from src.errors import RunError, UserError
 from src.experiments.config import Places
 from src.experiments.interfaces import ModelConfig
-from src.support.torch_settings import speed_up_bfloat16
 from src.systems.crossattn.data.encoded_shards import Writer
 from src.systems.crossattn.data.encoded_store import context_key
 
@@ -192,7 +191,6 @@ def _work(job: Job, device: str, threads: int, pipe: Connection) -> None:
     import torch
 
     torch.set_num_threads(threads)
-    speed_up_bfloat16()
     encoding = Encoding(job, device)
     try:
         while (batch := pipe.recv()) is not None:

@@ -22,6 +22,7 @@ from src.files import read_json, sample_digest, sha256
 from src.models import hub_files, kv_cache_size, prepared_tokenizer
 from src.models.architecture import from_dict
 from src.support.call_once import call_once
+from src.support.torch_settings import speed_up_bfloat16
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -130,6 +131,8 @@ class Config(ModelConfig):
             load = self._build_on_paper
         else:
             self.check_device()
+            if self.dtype == "bfloat16":
+                speed_up_bfloat16()
             load = partial(self._read_later, Recording.active) if Recording.active else self._load_pretrained
         model: Any = load(places, getattr(transformers, kind))
         if self.extra_tokens or self.tokenizer:

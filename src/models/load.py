@@ -17,7 +17,6 @@ from src.models.hf import BITSANDBYTES
 from src.models.trained_model import from_checkpoint
 from src.runs.checkpoints import checkpoints
 from src.runs.store import EXP_DICT, expand_run
-from src.support.torch_settings import speed_up_bfloat16
 
 PLACES = Places(ROOT / "results" / "data", ROOT / "results" / "runs")
 """Default folders of prepared data and of the runs of parents."""
@@ -36,7 +35,6 @@ def load(source: str | Path, places: Places = PLACES) -> tuple[Any, Any]:
     """
     from src.models.wrapper import Wrapper
 
-    speed_up_bfloat16()
     folder = checkpoint_folder(expand_run(Path(source), places.runs))
     model: Any = from_checkpoint(folder, str(folder), places)
     if isinstance(model, Wrapper):

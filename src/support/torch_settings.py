@@ -27,6 +27,8 @@ DUMP = "TORCH_FR_DUMP_TEMP_FILE"
 """Environment variable: path prefix of the flight recorder's files, to which torch appends the rank."""
 GRADIENT_CHECKPOINTING = ("full", "selective")
 """Ways to recompute layers in the backward pass; see `training.parallel.memory.checkpoint_layers`."""
+MIN_ROWS = 64
+"""Rows of a product from which `speed_up_bfloat16` applies; with fewer, the conversion of a weight takes longer."""
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 VARIABLES = (*ALLOCATOR, *ENVIRONMENT, DUMP, WORKSPACE, "NVIDIA_TF32_OVERRIDE")
 
@@ -47,7 +49,6 @@ def make(deterministic: bool = False) -> None:
         os.environ.setdefault(WORKSPACE, ":4096:8")  # required by cuBLAS
     import torch
 
-    speed_up_bfloat16()
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cudnn.benchmark = False
@@ -58,17 +59,17 @@ def make(deterministic: bool = False) -> None:
 
 
 def speed_up_bfloat16() -> None:
-    """On a CPU without instructions for bfloat16, compute its matrix products as those instructions do: with sums in
-    float32, and the result rounded once. Products of other types, and everything on a GPU, stay as they are.
+    """Where oneDNN has no kernels for bfloat16, compute large matrix products on the CPU as such kernels do: with sums
+    in float32, and the result rounded once. torch's own are slower: benchmarks/training/cpu_bfloat16.py.
 
-    torch's own kernels for such a CPU are slower; see benchmarks/training/cpu_bfloat16.py.
+    Smaller products, other types, other devices and compiled graphs stay as they are.
     """
-    if not _has_bfloat16():
+    if not _onednn_has_bfloat16():
         _float32_products()
 
 
-def _has_bfloat16() -> bool:
-    """Whether the CPU has instructions for bfloat16 that this build of torch uses."""
+def _onednn_has_bfloat16() -> bool:
+    """False on CPUs with only AVX2, and for builds of torch without oneDNN."""
     import torch
 
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -79,13 +80,13 @@ def _float32_products() -> Any:
     """Replace torch's kernels until the returned library is deleted."""
     import torch
 
-    def kernel(product: Any) -> Any:
-        def compute(*tensors: Any, **scales: Any) -> Any:
-            factor = tensors[-1]
-            if any(each.dtype != torch.bfloat16 for each in tensors):
-                return product(*tensors, **scales, out=factor.new_empty(0))
-            out = factor.new_empty(0, dtype=torch.float32)
-            return product(*(each.float() for each in tensors), **scales, out=out).bfloat16()
+    def kernel(name: str) -> Any:
+        original: Any = torch.library.get_kernel(f"aten::{name}", "CPU")
+
+        def compute(keys: Any, *tensors: Any, **scales: Any) -> Any:
+            if tensors[-2].shape[-2] < MIN_ROWS or any(each.dtype != torch.bfloat16 for each in tensors):
+                return original.call_boxed(keys, *tensors, **scales)
+            return original.call_boxed(keys, *(each.float() for each in tensors), **scales).bfloat16()
 
         return compute
 
@@ -93,7 +94,7 @@ def _float32_products() -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a kernel is replaced
         for name in ("mm", "addmm", "bmm", "baddbmm"):
-            library.impl(name, kernel(getattr(torch, name)), "CPU")  # `out=` calls another operation, mm.out
+            library.impl(name, kernel(name), "CPU", with_keyset=True)
     return library
 
 
@@ -126,7 +127,7 @@ def describe() -> dict[str, Any]:
         "cudnn_tf32": torch.backends.cudnn.allow_tf32,
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "cpu_bfloat16": _has_bfloat16(),
+        "onednn_bfloat16": _onednn_has_bfloat16(),
         "bfloat16_reduced_precision_sums": torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
         "collective_timeout_seconds": COLLECTIVE_TIMEOUT.total_seconds(),
         "threads": torch.get_num_threads(),

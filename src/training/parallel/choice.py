@@ -9,6 +9,7 @@ from torch import nn
 
 from src.errors import ConfigError
 from src.runs.context import Options
+from src.support import torch_settings
 from src.support.weights import is_unfilled
 from src.training.config import LoopConfig, require_device
 from src.training.parallel import compilation, memory
@@ -66,7 +67,8 @@ def build_accelerator(config: LoopConfig, options: Options) -> Accelerator:
 def plain_accelerator(precision: str, field: str) -> Accelerator:
     """Build the Accelerator of this process with `precision`. field: path of the precision for error messages.
 
-    On a CPU, also configure the process to reuse freed memory (`memory.reuse_freed_memory`).
+    On a CPU, also configure the process to reuse freed memory (`memory.reuse_freed_memory`), and for bfloat16
+    `torch_settings.speed_up_bfloat16`.
 
     Raises:
         ConfigError: float16 without a GPU.
@@ -75,6 +77,8 @@ def plain_accelerator(precision: str, field: str) -> Accelerator:
     gpu = torch.cuda.is_available()
     if not gpu:
         memory.reuse_freed_memory()
+    if precision == "bfloat16":
+        torch_settings.speed_up_bfloat16()
     # A process can run several experiments with different precisions.
     AcceleratorState._reset_state(reset_partial_state=True)
     return Accelerator(cpu=not gpu, mixed_precision={"float32": "no", "bfloat16": "bf16", "float16": "fp16"}[precision])
