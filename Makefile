@@ -125,7 +125,7 @@ test-slow: dev-environment
 	$(BIN)/python $(TESTS) -m "slow and not matrix"
 
 .PHONY: test-matrix
-test-matrix: dev-environment  ## every combination of parallel modes, of which `make test-all` runs pairs
+test-matrix: dev-environment  ## every combination of parallel modes, of which `make test-all` runs pairs, and many more kills
 	$(BIN)/python $(TESTS) -m matrix
 
 lint: dev-environment  ## ruff, its format check, the rules of the tree, plain English and types

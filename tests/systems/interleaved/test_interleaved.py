@@ -335,7 +335,8 @@ def test_a_shard_that_was_replaced_between_two_starts_is_refused(tmp_path: Path,
 
 
 @pytest.mark.slow
-def test_ten_trainings_are_killed_and_end_with_the_same_bits(tmp_path: Path):
+@pytest.mark.parametrize("trainings", [3, pytest.param(10, marks=pytest.mark.matrix)])
+def test_trainings_are_killed_and_end_with_the_same_bits(tmp_path: Path, trainings: int):
     """And the audit agrees with what the processes themselves have written down."""
     write_data(tmp_path / "data")
     draw, log = random.Random(3), tmp_path / "log"
@@ -343,7 +344,7 @@ def test_ten_trainings_are_killed_and_end_with_the_same_bits(tmp_path: Path):
     command = [sys.executable, *launcher, "--rdzv-endpoint", "localhost:0", train_pages.__file__, str(tmp_path)]
     training = harness.Training(command, tmp_path / "runs" / exp_id(train_pages.EXP), toy.environment(), warm=True)
     expected = harness.run_undisturbed(training, log)
-    for number in range(10):
+    for number in range(trainings):
         for path in tmp_path.glob("keys-*.jsonl"):
             path.unlink()
         report = harness.Report(("SIGKILL", "SIGTERM"))

@@ -53,7 +53,6 @@ SOURCES = {
     "few": {"path": "few", "rate": 1},
 }
 ERRORS = {"max_documents": 1.0}
-TRIALS = 100
 
 
 def open_data(folder: Path) -> Any:
@@ -189,14 +188,15 @@ def check_documents(steps: dict[int, list[Any]], data: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_hundred_streams_are_killed_and_rescaled(world: Path, tmp_path: Path):
+@pytest.mark.parametrize("trials", [25, pytest.param(100, marks=pytest.mark.matrix)])
+def test_streams_are_killed_and_rescaled(world: Path, tmp_path: Path, trials: int):
     draw, kinds = random.Random(11), Counter[str]()
     assert run(world, tmp_path / "undisturbed", draw, 0, [1]) == []
     expected = ledger(tmp_path / "undisturbed")
     check_documents(expected, open_data(world))
     bad = (tmp_path / "undisturbed" / "quarantine.jsonl").read_text().count("\n")
     assert bad >= 2, "some documents turned out bad"
-    for number in range(TRIALS):
+    for number in range(trials):
         trial = tmp_path / str(number)
         fault_names = run(world, trial, draw, draw.randint(1, 4), WORLDS)
         assert ledger(trial) == expected, f"trial {number}: {fault_names}"
@@ -208,15 +208,3 @@ def test_a_hundred_streams_are_killed_and_rescaled(world: Path, tmp_path: Path):
         kinds.update(fault_names)
     assert {word.split()[2] for word in kinds} == {str(size) for size in WORLDS}
     assert {word.split()[0] for word in kinds} == {"SIGKILL", "SIGTERM"}
-
-
-@pytest.mark.slow
-def test_a_few_streams_are_killed_and_rescaled(world: Path, tmp_path: Path):
-    """The same for the fast tier."""
-    draw = random.Random(5)
-    run(world, tmp_path / "undisturbed", draw, 0, [1])
-    expected = ledger(tmp_path / "undisturbed")
-    check_documents(expected, open_data(world))
-    for number in range(3):
-        fault_names = run(world, tmp_path / str(number), draw, 3, WORLDS)
-        assert ledger(tmp_path / str(number)) == expected, fault_names
