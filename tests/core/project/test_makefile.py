@@ -149,7 +149,9 @@ def test_the_study_does_not_start_without_its_data(make):
 
 def test_every_line_of_the_study_is_understood(make):
     """The recorder ran no Python: here the real parsers read what it was asked."""
-    lines = [shlex.split(line) for line in make("study", TRAINVAL_DATA="released")]
+    lines = [
+        shlex.split(line) for target in ("study-rates", "study") for line in make(target, TRAINVAL_DATA="released")
+    ]
     trained = [set(arguments.parse(words[1:], "", ROOT).exp_group) for words in lines if words[0] == "trainval.py"]
     assert set().union(*trained) <= EXP_GROUPS.keys()
     for module in (plot, table):
@@ -157,11 +159,11 @@ def test_every_line_of_the_study_is_understood(make):
         options = [run_arguments.parse(module._parser(), request) for request in requests]
         assert [each.runs for each in options] == [run_arguments.RUNS] * len(requests)
         assert all(set(each.groups) in trained for each in options)
-    assert len(trained) == sum(words[:2] == ["-m", table.__name__] for words in lines) == 4
+    assert len(trained) == sum(words[:2] == ["-m", table.__name__] for words in lines) == 5
     (request,) = (words[2:] for words in lines if words[:2] == ["-m", win_rate.__name__])
     comparison = win_rate.options().parse_args(request)
     assert {comparison.judges, *comparison.groups} <= trained[-1]
     preparations = [words[2:] for words in lines if words[:2] == ["-m", prepare_qa.__name__]]
     prepare_qa._add_options(parser := argparse.ArgumentParser())
     sources = [path.split("/")[0] for each in preparations for path in parser.parse_args(each).train]
-    assert sources == ["released", "released"]
+    assert sources == ["results", "released", "released"]
