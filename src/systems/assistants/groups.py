@@ -236,11 +236,14 @@ def smollm2_pairs(corpus: str, shuffled: bool) -> dict[str, Any]:
 
 
 def smollm2_reward(fold: int, shuffled: bool = False) -> dict[str, Any]:
-    """A reward model of preference pairs and of forks of trees. fold: the part of the pairs that is held out."""
+    """A reward model of preference pairs and of forks of trees. fold: the part of the pairs that is held out.
+
+    Its seed is none of DPO's, which it judges.
+    """
     parts = {"pairs": smollm2_pairs(f"pairs_{fold}", shuffled), "forks": smollm2_pairs("oasst_forks", shuffled)}
     return {
         "recipe": "reward",
-        "seed": fold,
+        "seed": 10 + fold,
         "model": {"name": "reward", "pooling": "mean", "base": {**SMOLLM2, "dtype": "float32"}},
         "data": {"name": "mixture", "parts": parts},
         "loop": {**SMOLLM2_LOOP, "learning_rate": 5e-5},
