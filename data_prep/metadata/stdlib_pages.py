@@ -2,7 +2,9 @@
 
 pydoc renders each module of this Python as an HTML page, in a separate process. The documents of stdlib_pages, below
 --data_path, are pieces of 200 to 400 characters with the page's address on docs.python.org, its title and its tags.
-Duplicate texts are dropped, and a hash of the text selects the split. Two runs on the same Python give the same bytes.
+Duplicate texts are dropped. A hash of the module's name selects the split, so that a page is in one split only. The
+validation documents are in random order: the first ones are of many pages. Two runs on the same Python give the same
+bytes.
 """
 
 import argparse
@@ -30,8 +32,8 @@ CHARS = (200, 400)
 VAL_PERCENT = 10
 SECONDS = 60
 """Timeout per module."""
-_SKIPPED = {"antigravity", "idlelib", "lib2to3", "this", "tkinter", "turtle", "turtledemo"}
-"""Modules that open windows or print when imported, or that some systems do not have."""
+_SKIPPED = {"antigravity", "idlelib", "lib2to3", "posix", "this", "tkinter", "turtle", "turtledemo"}
+"""Modules that open windows or print when imported, that some systems do not have, or that another page repeats."""
 _RENDER = "import sys, importlib, pydoc; m = importlib.import_module(sys.argv[1]); sys.stdout.buffer.write("
 _RENDER += "pydoc.html.page(pydoc.describe(m), pydoc.html.document(m)).encode('utf-8', 'replace'))"
 _ENVIRONMENT = {"PYTHONHASHSEED": "0", "PATH": "/bin:/usr/bin", "HOME": "/"}
@@ -102,18 +104,18 @@ def _page(name: str) -> str:
 
 
 def split_rows(pages: Mapping[str, str]) -> dict[str, list[dict[str, Any]]]:
-    """Make the rows of both splits, in the order of the pages. Duplicate texts are dropped."""
+    """Make the rows of both splits. Duplicate texts are dropped. The training rows are in the order of the pages."""
     rows: dict[str, list[dict[str, Any]]] = {split: [] for split in SPLITS}
     texts = set[str]()
     unlimited_rules = [rule for rule in html.read_rules() if rule.max_chars is None]
     for name, source in pages.items():
         page = html.extract(source, rules=unlimited_rules)  # lines with signatures are short
+        split = "val" if _digest(name)[0] * 100 < VAL_PERCENT * 256 else "train"
         for text, tags in pieces(page):
             if text in texts:
                 continue
             texts.add(text)
-            is_val = hashlib.sha256(f"{FOLDER}/{text}".encode()).digest()[0] * 100 < VAL_PERCENT * 256
-            rows["val" if is_val else "train"].append(
+            rows[split].append(
                 {
                     "text": text,
                     "metadata_html": tags,
@@ -121,7 +123,12 @@ def split_rows(pages: Mapping[str, str]) -> dict[str, list[dict[str, Any]]]:
                     "metadata_title": [_global_item("title", f"module {name}")],
                 }
             )
+    rows["val"].sort(key=lambda row: _digest(row["text"]))
     return rows
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(f"{FOLDER}/{text}".encode()).digest()
 
 
 def _global_item(key: str, value: str) -> dict[str, str]:

@@ -60,6 +60,19 @@ def check_documents(pages: dict[str, str], at_least: int):
         assert nested.text.replace("\\", "") == compatible.text.replace("\\", ""), "the cut tags still nest"
 
 
+def test_a_page_is_in_one_split_and_the_first_validation_documents_are_of_many_pages():
+    pages = {
+        f"module{page}": "<body>" + "".join(f"<p>{page} {line} {'x' * 90}</p>" for line in range(40)) + "</body>"
+        for page in range(100)
+    }
+    rows = stdlib_pages.split_rows(pages)
+    addresses = {split: [row["metadata_url"][0]["value"] for row in split_rows] for split, split_rows in rows.items()}
+    val_pages = set(addresses["val"])
+    assert len(val_pages) + len(set(addresses["train"])) == 100 and not val_pages & set(addresses["train"])
+    assert 2 < len(val_pages) < 25
+    assert len(set(addresses["val"][: len(val_pages)])) > len(val_pages) / 3, "not one page after the other"
+
+
 def test_pieces_together_are_the_text():
     page = extract("<body>" + "".join(f"<p>line {i} {'x' * (i % 50)}</p>" for i in range(200)) + "</body>", [])
     texts = [text for text, _ in stdlib_pages.pieces(page)]
