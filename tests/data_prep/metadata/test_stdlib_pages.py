@@ -68,7 +68,8 @@ def test_a_page_is_in_one_split_and_the_first_validation_documents_are_of_many_p
     rows = stdlib_pages.split_rows(pages)
     addresses = {split: [row["metadata_url"][0]["value"] for row in split_rows] for split, split_rows in rows.items()}
     val_pages = set(addresses["val"])
-    assert len(val_pages) + len(set(addresses["train"])) == 100 and not val_pages & set(addresses["train"])
+    assert len(val_pages) + len(set(addresses["train"])) == 100
+    assert not val_pages & set(addresses["train"])
     assert 2 < len(val_pages) < 25
     assert len(set(addresses["val"][: len(val_pages)])) > len(val_pages) / 3, "not one page after the other"
 
