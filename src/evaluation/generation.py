@@ -86,7 +86,7 @@ def gather_batches(
     Equal on every rank. Batches do not depend on the number of processes.
 
     Raises:
-        distributed.TrainingStopped: a process received a stop signal.
+        distributed.StopTraining: a process received a stop signal.
     """
     together = batch_size * distributed.world_size()
     for start in range(0, len(indices), together):
