@@ -80,6 +80,28 @@ def is_made(folders: Sequence[Path], made_from: Mapping[str, Any]) -> bool:
     return True
 
 
+def require_replaceable(folder: Path) -> None:
+    """Refuse to replace anything but hidden files and the files of an earlier command, which its manifest lists.
+
+    Raises:
+        DataError: `folder` is a file or has other files; names one.
+    """
+    strangers = [folder] if folder.exists() else []
+    if folder.is_dir():
+        try:
+            names = {*files.read_manifest(folder, DataError)["files"], files.MANIFEST}
+        except DataError:  # missing or damaged
+            names = {files.MANIFEST}
+        ours = {folder / name for name in names}
+        others = (path for path in sorted(folder.rglob("*")) if path not in ours and not path.name.startswith("."))
+        strangers = [path for path in others if not path.is_dir()]
+    if strangers:
+        raise DataError(
+            f"{folder}: exists, with {len(strangers)} files that this command did not make, such as {strangers[0]}. "
+            "Choose another name, or move them."
+        )
+
+
 def make_folder(
     folder: Path, command: str, made_from: Mapping[str, Any], fill: Callable[[Path], Mapping[str, Any]]
 ) -> dict[str, Any] | None:
@@ -89,12 +111,14 @@ def make_folder(
     fill: writes the files into the given empty folder, and returns more facts for the manifest.
 
     Raises:
+        DataError: `folder` has other files; see `require_replaceable`.
         UserError: raised by `fill`. Nothing was written, and an older folder is unchanged.
         RunError: the disk refuses.
     """
     start = time.monotonic()
     if is_made([folder], made_from):
         return None
+    require_replaceable(folder)
     is_replacing = (folder / files.MANIFEST).is_file()
     facts: dict[str, Any] = {"command": command, "made_from": made_from}
     with files.new_directory(folder, facts) as partial_folder:

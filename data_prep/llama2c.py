@@ -193,6 +193,7 @@ def convert(weights: Path, tokenizer: Path, data_path: Path, name: str | None) -
         if not path.is_file():
             raise DataError(f"{path}: no such file. Expected the weights and the tokenizer of a llama2.c model.")
     target = data_path / (name or weights.stem.lower())
+    command.require_replaceable(target)
     model, tokens = read_model(weights), read_tokens(tokenizer)
     if len(tokens) != model.config.vocab_size:
         raise DataError(

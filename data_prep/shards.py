@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from data_prep.command import Progress, exclusive_lock
+from data_prep.command import Progress, exclusive_lock, require_replaceable
 from data_prep.text_sources import Batch, Source
 from src import files
 from src.data import jsonl
@@ -45,6 +45,11 @@ class Part(Protocol):
         """Size in the unit of `shard_size`, such as tokens."""
         ...
 
+    @property
+    def empty(self) -> int:
+        """Number of documents without content, which are left out."""
+        ...
+
     def append_to(self, writer: Any) -> None:
         """Append the part to the shard of a matching `Writer`."""
         ...
@@ -60,8 +65,10 @@ def partial(folder: Path, made_from: dict[str, Any], open_writer: OpenWriter) ->
     """Yield the finished shards of `folder` in a hidden folder next to it. Deletes shards with another provenance.
 
     Raises:
+        DataError: `folder` has other files; see `require_replaceable`.
         RunError: another process writes the folder, or the disk refuses.
     """
+    require_replaceable(folder)
     partial_folder = _partial_folder_of(folder)
     with exclusive_lock(partial_folder, f"{folder}: another process is making it."):
         plan = json.loads(json.dumps(made_from))
@@ -114,6 +121,11 @@ class Shards:
         """Manifest entries of the finished shards of a split."""
         return [segment["shards"][split] for segment in self._segments if split in segment["shards"]]
 
+    @property
+    def empty(self) -> int:
+        """Number of documents that were left out."""
+        return sum(segment["empty"] for segment in self._segments)
+
     def add(self, split: str, source: Source, convert: Convert, shard_size: int) -> None:
         """Convert the rest of the next source. split: split of all its documents, if `convert` does not split them.
 
@@ -134,7 +146,7 @@ class Shards:
 
     def _segment(self, split: str, start: "_Place", results: Iterator[tuple[Part, Part]], shard_size: int) -> bool:
         """Write the shards of a segment, and record its part of the source. Returns whether the source is finished."""
-        number, size, is_done = len(self._segments), 0, False
+        number, size, empty, is_done = len(self._segments), 0, 0, False
         with contextlib.ExitStack() as stack:
             writers = {
                 name: stack.enter_context(self._open_writer(self._partial_folder, f"{name}-{number:05d}"))
@@ -148,11 +160,12 @@ class Shards:
                 for name, part in zip(jsonl.SPLITS if split == "train" else ("val", "train"), parts, strict=True):
                     part.append_to(writers[name])
                     size += part.size
+                    empty += part.empty
             shards = {name: facts for name, writer in writers.items() if (facts := writer.close()) is not None}
         paths = [path for facts in shards.values() for path in sorted(self._partial_folder.glob(f"{facts['name']}.*"))]
         sizes = {path.name: path.stat().st_size for path in paths}
         done = {"source": self._source, "batches": start.batches, "state": start.state, "last": is_done}
-        segment = {**done, "shards": shards, "bytes": sizes}
+        segment = {**done, "shards": shards, "bytes": sizes, "empty": empty}
         files.sync_directory(self._partial_folder)
         files.write_json(self._done_path(number), segment)
         self._segments.append(segment)

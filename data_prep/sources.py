@@ -4,7 +4,7 @@ Each command interprets the rows itself."""
 import hashlib
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +128,10 @@ def parquet_rows(
         raise DataError(
             f"{path}: not a parquet file, or damaged ({first_line(bad).rstrip('.')}). Download it again."
         ) from None
+    except (pyarrow.ArrowException, ValueError, OverflowError) as bad:  # not UTF-8, a date after the year 9999
+        raise DataError(
+            f"{path}: row {next(number)} or a later one of its batch: {first_line(bad)} Write the column again as text."
+        ) from None
 
 
 def read_rows(
@@ -137,13 +141,32 @@ def read_rows(
     rows: result of `open_rows`; None for a JSON or Parquet file. choose: see `parquet_rows`.
     more: arguments of `json_stream.records`."""
     if rows is not None:
-        return ((f"{source}: row {number}", dict(row)) for number, row in enumerate(rows, 1))
+        return _numbered_rows(source, rows)
     if source.endswith(".parquet"):
         return parquet_rows(Path(source), choose)
     return json_stream.records(Path(source), **more)
 
 
+def _numbered_rows(source: str, rows: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield ("SOURCE: row N", row); raise DataError for one that `datasets` cannot decode."""
+    number, iterator = 0, iter(rows)
+    while (row := call_datasets(source, lambda _: next(iterator, None))) is not None:
+        number += 1
+        yield f"{source}: row {number}", dict(row)
+
+
+def without_nulls(value: Any, below: Collection[str] | None = None) -> Any:
+    """Copy of a JSON value without null members at any depth, or only in the values of the keys `below`."""
+    if isinstance(value, dict):
+        return {
+            name: without_nulls(part, None if below is None or name in below else below)
+            for name, part in value.items()
+            if part is not None or below is not None
+        }
+    return [without_nulls(part, below) for part in value] if isinstance(value, list) else value
+
+
 def first_line(error: Exception) -> str:
     """First line of a library's error message, as a sentence."""
-    line = (str(error) or type(error).__name__).split("\n", 1)[0][:200]
+    line = next(iter(str(error).splitlines()), type(error).__name__)[:200]
     return line if line.endswith(".") else f"{line}."

@@ -4,6 +4,7 @@ The batches of a source do not depend on the reader, so that a run can resume wh
 passed on unparsed; the tokenising process parses them.
 """
 
+import codecs
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -160,7 +161,7 @@ def _text_documents(path: Path, by: DocumentsBy) -> Iterator[tuple[str, str]]:
     first = 0
     for number, raw in enumerate(_lines(path), 1):
         try:
-            line = raw.decode()
+            line = raw.removeprefix(codecs.BOM_UTF8 if number == 1 else b"").decode()
         except UnicodeDecodeError as bad:
             raise DataError(
                 f"{path}:{number}: not UTF-8 text: {bad.reason} at byte {bad.start}. Convert the file to UTF-8."

@@ -42,6 +42,8 @@ class Tokens:
     """The ids of all documents, each followed by the end token."""
     lengths: np.ndarray
     """(documents,) int64: number of tokens per document, with the end token."""
+    empty: int = 0
+    """Number of documents without a token, which are left out."""
 
     @property
     def documents(self) -> int:
@@ -77,9 +79,10 @@ def tokenise_batch(job: Job, batch: Batch) -> tuple[Tokens, Tokens]:
 
 
 def _tokens(job: Job, texts: list[str]) -> Tokens:
-    pieces = [np.array([*ids, job.encoder.eos_id], dtype=job.dtype) for ids in job.encoder.encode_all(texts) if ids]
+    encoded = job.encoder.encode_all(texts)
+    pieces = [np.array([*ids, job.encoder.eos_id], dtype=job.dtype) for ids in encoded if ids]
     ids = np.concatenate(pieces) if pieces else np.empty(0, job.dtype)
-    return Tokens(ids, np.array([len(piece) for piece in pieces], dtype=np.int64))
+    return Tokens(ids, np.array([len(piece) for piece in pieces], dtype=np.int64), len(texts) - len(pieces))
 
 
 class Workers:

@@ -141,9 +141,12 @@ def tokenise(data_path: Path, options: Options) -> bool:
             "dtype": job.dtype,
             "tokenizer": about,
             "splits": splits,
+            "empty_documents": (empty := new.empty),
         }
         new.publish({**facts, "made_from": made_from})
     _print_summary(folder, splits, num_reused_tokens, time.monotonic() - start)
+    if empty:
+        command.report(f"left out: {empty:,} documents without text", empty=empty)
     return True
 
 

@@ -27,10 +27,11 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from data_prep import sources
 from data_prep.crossattn.qa_releases import json_stream
 from src import files
 from src.errors import ConfigError, DataError, print_errors
-from src.experiments.config import unknown_text
+from src.experiments.config import describe_value, unknown_text
 from src.support import documents
 from src.support.command_line import aligned_lines, make_parser, require_at_least
 from src.support.documents import report
@@ -58,7 +59,7 @@ def read(path: Path) -> Iterator[tuple[str, Row, bool]]:
         if not isinstance(row.get("message_tree_id" if is_tree else "message_id"), str):
             expected = "a tree with message_tree_id and prompt, or a message with message_id"
             raise DataError(f"{where}: expected {expected}, got a row with the fields {', '.join(row) or 'none'}.")
-        for message in walk(row.get("prompt", row)):
+        for message in walk(row.get("prompt", row), where):
             for name in ("message_id", "text", "role"):
                 if not isinstance(message.get(name), str):
                     raise DataError(
@@ -67,20 +68,20 @@ def read(path: Path) -> Iterator[tuple[str, Row, bool]]:
         yield where, row, is_tree
 
 
-def walk(message: Row) -> Iterator[Row]:
-    """Yield a message and all replies below it, depth first."""
+def walk(message: Row, where: str = "") -> Iterator[Row]:
+    """Yield a message and all replies below it, depth first.
+
+    Raises:
+        DataError: the replies of a message are not a list of objects.
+    """
     waiting = [message]
     while waiting:
         message = waiting.pop()
         yield message
-        waiting += reversed(message.get("replies") or [])
-
-
-def without_nulls(row: Any) -> Any:
-    """Copy of a JSON value without null members at any depth."""
-    if isinstance(row, dict):
-        return {name: without_nulls(value) for name, value in row.items() if value is not None}
-    return [without_nulls(value) for value in row] if isinstance(row, list) else row
+        replies = message.get("replies") or []
+        if not isinstance(replies, list) or not all(isinstance(each, dict) for each in replies):
+            raise DataError(f"{where}: field 'replies': expected a list of messages, got {describe_value(replies)}.")
+        waiting += reversed(replies)
 
 
 def filter_trees(options: argparse.Namespace) -> Iterator[Row]:
@@ -185,9 +186,8 @@ def writer(path: Path, drop_nulls: bool) -> Iterator[Callable[[Any], None]]:
                 if path.suffix == ".gz"
                 else open(temporary, "w", encoding="utf-8") as file
             ):
-                yield lambda row: print(
-                    json.dumps(without_nulls(row) if drop_nulls else row, ensure_ascii=False), file=file
-                )
+                keep = sources.without_nulls if drop_nulls else lambda row: row
+                yield lambda row: print(files.encodable(json.dumps(keep(row), ensure_ascii=False)), file=file)
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
@@ -202,6 +202,9 @@ def _write(options: argparse.Namespace) -> None:
                 f"--output {options.output}: a file is used twice. "
                 "Choose different names for the input and each output."
             )
+        for path in outputs:
+            if path.is_dir():
+                raise ConfigError(f"--output {path}: expected the name of a file, got a folder. Choose another name.")
         is_val = split(options) if options.action == "split" else lambda _: False
         writes = {path: stack.enter_context(writer(path, options.without_nulls)) for path in outputs}
         rows = (row for _, row, _ in read(options.input)) if options.action == "split" else filter_trees(options)

@@ -42,8 +42,8 @@ from data_prep.assistants.conversation_forms.rows import (
 )
 from data_prep.assistants.conversation_table import FORMS, Mode, Release
 from src.errors import ConfigError, DataError
+from src.experiments.config import describe_value, nearest_text
 from src.experiments.config import load as load_config
-from src.experiments.config import nearest_text
 from src.systems.assistants.conversations.entries import Entry, check_strings, read_entry
 from src.systems.assistants.conversations.refusals import refuses
 from src.systems.assistants.conversations.rows import EMPTY_ROW, kind_of
@@ -261,7 +261,7 @@ class _Work:
 
             def write(split: str, rows: Iterable[Row]) -> None:
                 for row in rows:
-                    files[split].write(json.dumps(row, ensure_ascii=False) + "\n")
+                    files[split].write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
                     counts[split] += 1
 
             for source in SPLITS:
@@ -320,6 +320,8 @@ class _Work:
                     {change: sum(pop_change(message, change) for message in messages) for change in CHANGES}
                 )
             entries = [read_entry(each, where) for each in rows]
+            for each in rows:
+                _require_json(each, where)
             for each, entry in zip(rows, entries, strict=True):
                 if reason := self._reason_to_skip(each, entry):
                     self._counts[reason] += 1
@@ -353,12 +355,7 @@ class _Work:
     def _value(row: Row, name: str, where: str) -> Any:
         if name not in row:
             raise missing_column(row, name, where)
-        try:
-            json.dumps(row[name], allow_nan=False)
-        except (TypeError, ValueError):
-            raise DataError(
-                f"{where}: column {name!r}: JSON cannot write {row[name]!r:.60}. Remove it from `keep`."
-            ) from None
+        _require_json(row[name], f"{where}: column {name!r}")
         check_strings(row[name], f"{where}: column {name!r}")
         return row[name]
 
@@ -411,7 +408,8 @@ class _Work:
             return
         groups = dict[str, tuple[str, list[Row]]]()
         for where, row in self._rows(source):
-            key = json.dumps(look_up(row, self._release.group_by, where), sort_keys=True, default=str)
+            value = look_up(row, self._release.group_by, where)
+            key = where if value is None else json.dumps(value, sort_keys=True, default=str)
             groups.setdefault(key, (where, []))[1].append(row)
         yield from ((where, {"rows": rows}) for where, rows in groups.values())
 
@@ -422,8 +420,11 @@ class _Work:
             if source.startswith(sources.HUB)
             else Path(source).name.partition(".")[0]
         }
+        is_arrow = self._rows_by_source[source] is not None or source.endswith(".parquet")
         for where, row in sources.read_rows(source, self._rows_by_source[source], counts=self._counts):
             self._counts["read"] += 1
+            if is_arrow:  # it has given all tools the parameters of each other
+                row = sources.without_nulls(row, ("tools", "tool_calls", "function_call"))
             renamed_columns = {
                 name: look_up(row, column, where)
                 for name, column in self._release.columns.items()
@@ -448,6 +449,19 @@ def parse_fold(text: str) -> tuple[float, float]:
     ):
         raise ConfigError(f"--fold {text!r}: expected K/N, such as 2/5, with K from 1 to N.")
     return (int(number) - 1) / int(total), int(number) / int(total)
+
+
+def _require_json(value: Any, where: str) -> None:
+    """Raise DataError for a value that JSON cannot write, such as a date, NaN or half of a surrogate pair."""
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (TypeError, ValueError):
+        parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        for name, part in parts:
+            _require_json(part, f"{where}: {name}" if isinstance(value, dict) else f"{where}[{name}]")
+        raise DataError(
+            f"{where}: JSON cannot write {describe_value(value)}. Remove it, or write it as text."
+        ) from None
 
 
 def _texts_of(entry: Entry) -> list[str]:

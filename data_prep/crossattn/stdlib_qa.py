@@ -209,6 +209,7 @@ def _digest(texts: Iterator[str]) -> str:
 
 
 def _write_rows(folder: Path, rows: Rows, facts: Mapping[str, Any]) -> None:
+    command.require_replaceable(folder)
     with files.new_directory(folder, dict(facts)) as partial_folder:
         for split in SPLITS:
             with open(partial_folder / f"{split}.jsonl", "w", encoding="utf-8", newline="\n") as file:
@@ -247,6 +248,7 @@ def _write_tokenizer(folder: Path, lines: Sequence[str], vocab_size: int, facts:
         additional_special_tokens=[token for token in SPECIAL_TOKENS if token not in (END_OF_TEXT, PAD)],
         clean_up_tokenization_spaces=False,
     )
+    command.require_replaceable(folder)
     with files.new_directory(folder, {**facts, "tokens": len(fast)}) as partial_folder:
         fast.save_pretrained(partial_folder)
 

@@ -108,3 +108,29 @@ def test_scripts_and_sources_are_distinguished_by_content(tmp_path: Path):
 )
 def test_names_of_sets_of_the_hub(source: str, expected: tuple[str, str | None, str]):
     assert sources.hub_id(source) == expected
+
+
+@pytest.mark.parametrize("name", ["", ".", "other", "toy", "file"])
+def test_only_files_of_the_command_are_replaced(tmp_path: Path, name: str):
+    (tmp_path / "other" / "inner").mkdir(parents=True)
+    (tmp_path / "file").touch()
+    prepare(tmp_path, "toy", ["a"])
+    paths = [tmp_path / "other" / "inner" / "notes.txt", tmp_path / "toy" / "notes.txt"]
+    for path in paths:
+        path.touch()
+    with pytest.raises(DataError) as error:
+        prepare(tmp_path, name, ["b"])
+    assert str(error.value).startswith(f"{tmp_path / name}: ")
+    assert all(path.exists() for path in paths)
+    assert json.loads((tmp_path / "toy" / "train.jsonl").read_text()) == {"text": "a"}
+
+
+def test_an_empty_or_damaged_folder_is_replaced(tmp_path: Path):
+    """Also with the hidden index that training leaves in it."""
+    (tmp_path / "empty").mkdir()
+    prepare(tmp_path, "toy", ["a"])
+    (tmp_path / "toy" / ".train.jsonl.0.index").touch()
+    (tmp_path / "toy" / "train.jsonl").unlink()
+    for name in ("empty", "toy"):
+        prepare(tmp_path, name, ["b"])
+        assert json.loads((tmp_path / name / "train.jsonl").read_text()) == {"text": "b"}

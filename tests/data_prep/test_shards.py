@@ -37,6 +37,7 @@ class Upper:
     """The texts of a batch in capitals."""
 
     texts: list[str]
+    empty: int = 0
 
     @property
     def documents(self) -> int:

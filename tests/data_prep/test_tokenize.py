@@ -11,15 +11,18 @@ import sys
 import time
 
 import psutil
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from data_prep import shards, token_workers
+from data_prep.sources import parquet_rows
 from data_prep.tokenize import Options, main, tokenise
 from src.data import jsonl
 from src.data.text import documents, token_files, tokenizers
 from src.errors import ConfigError, DataError, RunError
 from src.experiments.config import Places
-from src.files import new_directory, sha256
+from src.files import new_directory, read_manifest, sha256
 from tests.conftest import ROOT
 from tests.core.data.conftest import CONTROLS, make_tokenizer  # noqa: F401  a fixture
 
@@ -130,6 +133,26 @@ def test_a_prepared_corpus_has_its_splits_and_drops_empty_documents(data):
     run(data, corpus="plain", val_rate=0.0)
     assert read(data, "train") == ["a", "b"]
     assert read(data, "val") == ["c"]
+    assert read_manifest(data / "made", DataError)["empty_documents"] == 1
+
+
+def test_a_byte_order_mark_is_no_text(data):
+    (data / "a.txt").write_bytes(b"\xef\xbb\xbfone\n\n\xef\xbb\xbftwo")
+    run(data, train=[str(data / "a.txt")], val=[write_lines(data / "v.jsonl", ["v"])], val_rate=0.0)
+    assert read(data, "train") == ["one\n\n\ufefftwo"]
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [("text", [b"good", b"\xff"]), ("other", [0, 2**50])],
+)
+def test_a_column_that_python_cannot_hold_is_refused(data, column, value):
+    path = data / "a.parquet"
+    kind = pyarrow.utf8() if column == "text" else pyarrow.timestamp("s")
+    array = pyarrow.array(value, pyarrow.binary() if column == "text" else pyarrow.int64()).view(kind)
+    parquet.write_table(pyarrow.table({column: array}), path)
+    with pytest.raises(DataError, match=re.escape(f"{path}: row 1 or ")):
+        list(parquet_rows(path, list))
 
 
 def test_only_changed_options_or_sources_are_tokenised_again(data, capsys):

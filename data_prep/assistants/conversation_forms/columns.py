@@ -12,7 +12,7 @@ from pydantic import Field, field_validator
 
 from data_prep.assistants.conversation_forms.rows import Form, Row, missing_column, pick, text_of, texts_of
 from src.errors import DataError
-from src.experiments.config import unknown_text
+from src.experiments.config import describe_value, unknown_text
 
 _PLACE = re.compile(r"\{([^{}|]+)((?:\|\w+)*)\}")
 _REFERENCES = re.compile(r"\s*\[(?:\d+(?:,\s*\d+)*|[a-zA-Z]|citation needed)\]")
@@ -104,19 +104,25 @@ def fill(text: str, row: Row, where: str) -> str:
 
     def value_of(place: re.Match[str]) -> str:
         value, names = look_up(row, place[1], where), place[2].split("|")[1:]
-        if isinstance(value, list):
-            value = (pick(value, row, place[1]) if value else "") if "any" in names else " ".join(map(str, value))
-        if isinstance(value, dict):
-            raise DataError(
-                f"{where}: column {place[1]!r}: expected text, got an object with {', '.join(value) or 'no fields'}. "
-                f"Name one of its fields, such as {place[1]}.{next(iter(value), 'text')}."
-            )
-        text = "" if value is None else str(value)
+        items = [each for each in value if each is not None] if isinstance(value, list) else [value]
+        items = [pick(items, row, place[1])] if "any" in names and items else items
+        text = " ".join(_text_of(each, place[1], where) for each in items)
         for name in names:
             text = FILTERS.get(name, str)(text)
         return text
 
     return _PLACE.sub(value_of, text)
+
+
+def _text_of(value: Any, path: str, where: str) -> str:
+    """A text or number of a row as text; null and NaN, which stands for null in tables, become an empty text."""
+    if isinstance(value, dict | list):
+        keys = [*value] if isinstance(value, dict) else [0]
+        raise DataError(
+            f"{where}: column {path!r}: expected text, got {describe_value(value)}. "
+            f"Name a part of it, such as {path}.{next(iter(keys), 'text')}."
+        )
+    return "" if value is None or value != value else str(value)  # noqa: PLR0124  NaN
 
 
 def is_there(row: Row, path: str) -> bool:
@@ -136,7 +142,7 @@ def look_up(row: Row, path: str, where: str) -> Any:
     names = [path] if path in row else path.split(".")
     for depth, name in enumerate(names):
         if isinstance(value, list):
-            value = value[int(name)] if name.isdigit() and int(name) < len(value) else None
+            value = value[int(name)] if name.isdecimal() and int(name) < len(value) else None
         elif isinstance(value, dict) and name in value:
             value = value[name]
         elif value is not None:

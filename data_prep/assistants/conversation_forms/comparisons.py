@@ -5,6 +5,7 @@ Replies with equal scores are ties. The rows of a group are merged by reply.
 
 import re
 from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
 from pydantic import Field
 
@@ -17,6 +18,7 @@ from data_prep.assistants.conversation_forms.rows import (
     alternate,
     changes_of,
     column,
+    number_of,
     objects_of,
     pick,
     rank_replies,
@@ -25,8 +27,21 @@ from data_prep.assistants.conversation_forms.rows import (
     texts_of,
 )
 from src.errors import DataError
+from src.experiments.config import shorten
 
+T = TypeVar("T")
 _TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):")
+
+
+def _only(prompts: Sequence[T], where: str) -> T:
+    """The prompt that all rows of a group have."""
+    for other in prompts:
+        if other != prompts[0]:
+            raise DataError(
+                f"{where}: the rows of a group have different prompts, such as {shorten(prompts[0])} and "
+                f"{shorten(other)}. Change group_by, or the rows."
+            )
+    return prompts[0]
 
 
 class ScoredReplies(Form):
@@ -45,11 +60,11 @@ class ScoredReplies(Form):
         """See `Form.read`. Skips pairs of equal replies and pairs with an empty reply."""
         rows, scores = rows_of(row), dict[str, list[float]]()
         for each in rows:
-            texts = [(self._reply(each, name, where), _number(each, score, where)) for name, score in self.replies]
+            texts = [(self._reply(each, name, where), number_of(each, score, where)) for name, score in self.replies]
             if all(text.strip() for text, _ in texts) and len({text for text, _ in texts}) > 1:
                 for text, score in texts:
                     scores.setdefault(text, []).append(score)
-        prompt = fill(self.prompt, rows[0], where)
+        prompt = _only([fill(self.prompt, each, where) for each in rows], where)
         if scores and prompt.strip():
             replies = rank_replies({text: sum(several) / len(several) for text, several in scores.items()})
             few = replies if len(replies) <= self.most else [*replies[: self.most - 1], replies[-1]]
@@ -85,12 +100,15 @@ class Wins(Form):
                 continue
             for place, summary in enumerate(texts):
                 wins[summary] = wins.get(summary, 0) + (place == choice)
-        text = next((value for path in self.texts if (value := look_up(rows[0], path, where))), None)
+        text = _only([self._text(each, where) for each in rows], where)
         if wins and text is not None:
             if not isinstance(text, str):
                 raise DataError(f"{where}: columns {', '.join(self.texts)}: expected text, got {type(text).__name__}.")
             prompt = pick(self.prompts, text).replace("{text}", text)
             yield {"messages": [{"role": "user", "content": prompt}], "replies": rank_replies(wins)}
+
+    def _text(self, row: Row, where: str) -> Any:
+        return next((value for path in self.texts if (value := look_up(row, path, where))), None)
 
     def _is_sure(self, row: Row) -> bool:
         extra = row.get("extra")
@@ -100,13 +118,6 @@ class Wins(Form):
             or not isinstance(confidence, int | float)
             or confidence >= self.least_confidence
         )
-
-
-def _number(row: Row, name: str, where: str) -> float:
-    value = column(row, name, where)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise DataError(f"{where}: column {name!r}: expected a number, got {type(value).__name__}.")
-    return float(value)
 
 
 class Dialogues(Form):

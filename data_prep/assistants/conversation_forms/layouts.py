@@ -9,6 +9,7 @@ from data_prep.assistants.conversation_forms.rows import (
     Form,
     Row,
     add_change,
+    alternate,
     changes_of,
     column,
     column_if_any,
@@ -17,8 +18,10 @@ from data_prep.assistants.conversation_forms.rows import (
     reasoning_of,
     text_of,
     up_to_last_answer,
+    with_system,
 )
 from src.errors import DataError
+from src.experiments.config import describe_value
 
 _NO_INPUT = re.compile(
     r"\W*(input\W+)?(no ?input(\W+(is\W+)?(required|needed|necessary|provided|given))?|n/a)\W*", re.IGNORECASE
@@ -29,13 +32,14 @@ class Messages(Form):
     """{"messages": [{"role", "content"}]}, or {"conversations": [{"from", "value"}]} as in ShareGPT.
 
     Consecutive messages of one role are joined by a line break; messages after the last answer are removed.
-    The "tool_calls" and reasoning of messages, and the "tools" of the row, are unchanged.
+    The "tool_calls" and reasoning of messages, and the "tools" of the row, are unchanged. A text in column "system" is
+    the first message, unless they have one.
     """
 
     def read(self, row: Row, where: str) -> Iterator[Row]:
         """See `Form.read`."""
         if talk := up_to_last_answer(_messages_in(row, where, "messages", "conversations")):
-            yield {"messages": talk, **_tools(row, where)}
+            yield {"messages": with_system(row, talk, where), **_tools(row, where)}
 
 
 def _messages_in(row: Row, where: str, name: str, *others: str, role: str = "user") -> list[Row]:
@@ -60,11 +64,12 @@ class Completion(Form):
             _messages_in(row, where, "completion", role="assistant"),
         )
         if answer:
-            yield {"messages": [*prompt, *answer], **_tools(row, where)}
+            yield {"messages": with_system(row, [*prompt, *answer], where), **_tools(row, where)}
 
 
 class Alpaca(Form):
-    """{"instruction", "input", "output"}: the input follows the instruction on a new line."""
+    """{"instruction", "input", "output"}: the input follows the instruction on a new line.
+    "history", a list of [instruction, output], are earlier turns; "system" is the system message."""
 
     joins: Sequence[str] = Field(default=["\n"], min_length=1)
     """Separators; one is inserted between the instruction and the input."""
@@ -73,20 +78,32 @@ class Alpaca(Form):
 
     def read(self, row: Row, where: str) -> Iterator[Row]:
         """See `Form.read`."""
-        prompt, more = text_of(row, "instruction", where), str(column_if_any(row, "input", where) or "")
+        prompt = text_of(row, "instruction", where)
+        more = "" if column_if_any(row, "input", where) is None else text_of(row, "input", where)
         answer = text_of(row, "output", where)
         if self.skip_no_input and (_NO_INPUT.fullmatch(more) or more.lower() in prompt.lower()):
             more = ""
         prompt = pick(self.joins, prompt, more).join(part for part in (prompt, more) if part)
-        instructions = column_if_any(row, "system", where)
-        system = [{"role": "system", "content": instructions}] if instructions else []
         if prompt.strip() and answer.strip():
-            yield {"messages": [*system, {"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]}
+            turns = [text for pair in _history(row, where) for text in pair]
+            yield {"messages": with_system(row, alternate([*turns, prompt, answer]), where)}
+
+
+def _history(row: Row, where: str) -> list[list[str]]:
+    """The earlier [instruction, output] of a row."""
+    turns = column_if_any(row, "history", where) or []
+    if not isinstance(turns, list) or not all(
+        isinstance(each, list) and len(each) == 2 and all(isinstance(text, str) for text in each) for each in turns
+    ):
+        raise DataError(
+            f"{where}: column 'history': expected a list of [instruction, output], got {describe_value(turns)}."
+        )
+    return turns
 
 
 class Pairs(Form):
     """{"chosen", "rejected"} with {"prompt"} or {"conversations"}:
-    texts, messages, or conversations that end with the reply."""
+    texts, messages, or conversations that end with the reply. "system" is the system message."""
 
     def read(self, row: Row, where: str) -> Iterator[Row]:
         """See `Form.read`."""
@@ -104,7 +121,11 @@ class Pairs(Form):
             or rejected_turns[-1]["role"] != "assistant"
         ):
             return  # one side has no reply
-        if not has_context and rejected_turns[:-1] != prompt:
+        longest = max(chosen_turns[:-1], rejected_turns[:-1], key=len)
+        is_longer = len(longest) > len(prompt) and prompt in (longest[: len(prompt)], longest[-len(prompt) :])
+        if is_longer:  # it continues the prompt, or begins with a system message
+            prompt = longest
+        if (not has_context or is_longer) and chosen_turns[:-1] != rejected_turns[:-1]:
             return  # they answer different conversations
         replies = [_reply(talk[-1], where) for talk in (chosen_turns, rejected_turns)]
         for talk, reply in zip((chosen_turns, rejected_turns), replies, strict=True):
@@ -112,7 +133,7 @@ class Pairs(Form):
                 add_change(reply, "removed", len(talk) - 1)
         for reply, score in zip(replies, _scores(row), strict=False):
             reply["score"] = score
-        yield from ({**each, **_tools(row, where)} for each in pair(prompt, *replies))
+        yield from ({**each, **_tools(row, where)} for each in pair(with_system(row, prompt, where), *replies))
 
 
 def _scores(row: Row) -> tuple[float, ...]:
@@ -156,5 +177,5 @@ class Text(Form):
     def read(self, row: Row, where: str) -> Iterator[Row]:
         """See `Form.read`."""
         text = text_of(row, "text", where)
-        for begin in range(0, len(text), self.characters):
-            yield {"text": text[begin : begin + self.characters]}
+        pieces = (text[begin : begin + self.characters] for begin in range(0, len(text), self.characters))
+        yield from ({"text": piece} for piece in pieces if piece.strip())

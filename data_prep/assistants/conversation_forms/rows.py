@@ -1,6 +1,7 @@
 """Shared code of all forms: columns of rows, messages, and random choices that depend only on the row."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, TypeVar
@@ -106,6 +107,14 @@ def text_of(row: Row, name: str, where: str) -> str:
     return value
 
 
+def number_of(row: Row, name: str, where: str) -> float:
+    """The finite number in a column."""
+    value = column(row, name, where)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise DataError(f"{where}: column {name!r}: expected a finite number, got {describe_value(value)}.")
+    return float(value)
+
+
 def texts_of(row: Row, name: str, where: str) -> list[str]:
     """The list of texts in a column."""
     return _list_of(row, name, where, str, "texts")
@@ -141,6 +150,10 @@ def messages_of(value: Any, where: str, role: str = "user") -> list[Row]:
         if not isinstance(message, dict):
             raise DataError(f"{here}: expected a message with role and content, got {describe_value(message)}.")
         speaker, calls = column(message, "role", here, "from"), message.get("tool_calls")
+        if not calls and message.get("function_call"):  # OpenAI's before tools
+            calls = [{"type": "function", "function": message["function_call"]}]
+        if message.get("weight") == 0:
+            raise DataError(f"{here}: weight 0: an answer that is not to be learned. Remove it, or the row.")
         if not isinstance(speaker, str) or speaker not in ROLES:
             raise DataError(f"{here}: {unknown_text('role', str(speaker), ROLES)}")
         has_text = any(message.get(name) is not None for name in ("content", "value"))
@@ -151,6 +164,14 @@ def messages_of(value: Any, where: str, role: str = "user") -> list[Row]:
             messages, ROLES[speaker], text, calls, {**reasoning_of(message), **_links_of(message, ROLES[speaker])}
         )
     return messages
+
+
+def with_system(row: Row, messages: list[Row], where: str) -> list[Row]:
+    """The messages, after the text of column "system" if they do not begin with a system message."""
+    text = text_of(row, "system", where) if column_if_any(row, "system", where) else ""
+    if not text or (messages and messages[0]["role"] == "system"):
+        return messages
+    return [{"role": "system", "content": text}, *messages]
 
 
 def reasoning_of(message: Row) -> Row:
@@ -216,7 +237,7 @@ def contradicts_itself(row: Row) -> bool:
     """Whether two equal replies of a prepared row have different ranks."""
     replies = row.get("replies")
     dicts = [each for each in replies if isinstance(each, dict)] if isinstance(replies, list) else []
-    pairs = {((each.get("content"), str(reasoning_of(each))), each.get("rank")) for each in dicts}
+    pairs = {(str((each.get("content"), reasoning_of(each))), str(each.get("rank"))) for each in dicts}
     return len({reply for reply, _ in pairs}) < len(pairs)
 
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from data_prep.assistants.conversation_forms.columns import fill
+from data_prep.assistants.conversation_forms.comparisons import ScoredReplies
 from data_prep.assistants.conversation_forms.rows import ROLES
 from data_prep.assistants.prepare_conversations import prepare
 from src.errors import DataError
@@ -13,6 +15,7 @@ from src.errors import DataError
 USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 MESSAGES = {"messages": [USER, ANSWER]}
 PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
+RANKED = {"messages": [USER], "replies": [{"content": "b", "rank": 0}, {"content": "c", "rank": 1}]}
 ALPACA = {"instruction": "a", "output": "b"}
 TREE = {"tree_state": "ready_for_export", "prompt": {"text": "a", "role": "prompter", "lang": "en"}}
 
@@ -65,7 +68,7 @@ def test_an_unknown_role_is_refused_with_its_place(
         "completion": {"prompt": "a", "completion": "b"},
         "pairs": PAIR,
         "sharegpt": {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
-        "ranked": {"messages": [USER], "replies": [{"content": "b", "rank": 0}, {"content": "c", "rank": 1}]},
+        "ranked": RANKED,
         "oasst": TREE,
     }
     message = error_of(tmp_path, form, row, good[form])
@@ -146,3 +149,60 @@ def test_similar_columns_that_are_not_misspelled_are_allowed(tmp_path: Path):
     rows = [{"prompt_id": n, "chosen": f"b{n}", "rejected": f"c{n}"} for n in range(20)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert prepare(tmp_path, "own", form="pairs", train=[str(tmp_path / "rows.jsonl")], fold="1/2")
+
+
+@pytest.mark.parametrize(
+    ("form", "row", "places"),
+    [
+        ("messages", {"messages": [USER, {**ANSWER, "weight": 0}]}, ["messages[1]", "weight 0"]),
+        ("alpaca", {**ALPACA, "input": ["x", None]}, ["'input'", "list"]),
+        ("alpaca", {**ALPACA, "input": 0}, ["'input'", "int"]),
+        ("alpaca", {**ALPACA, "history": [["a", "b", "c"]]}, ["'history'", "[['a', 'b', 'c']]"]),
+        ("alpaca", {**ALPACA, "system": ["x"]}, ["'system'", "list"]),
+        ("ranked", {**RANKED, "replies": [{"content": ["b"], "rank": [0]}]}, ["replies[0]", "[0]"]),
+        ("ranked", {**RANKED, "messages": [{**USER, "note": "\ud800"}]}, ["messages[0]: note", "\\ud800"]),
+        ("ranked", {**RANKED, "messages": [{**USER, "note": {"of": [1.0, float("nan")]}}]}, ["note: of[1]", "nan"]),
+    ],
+)
+def test_a_value_that_no_prepared_row_can_have_is_named(
+    tmp_path: Path, form: str, row: dict[str, Any], places: list[str]
+):
+    good = {"messages": MESSAGES, "alpaca": ALPACA, "ranked": RANKED}[form]
+    message = error_of(tmp_path, form, row, good)
+    assert all(place in message for place in places), message
+
+
+@pytest.mark.parametrize("score", [float("nan"), float("inf"), True, "5"])
+def test_a_score_that_is_no_finite_number_is_refused(score: Any):
+    """With NaN, the worse reply would be the best one."""
+    form = ScoredReplies(prompt="{q}", replies=[["a", "of_a"], ["b", "of_b"]])
+    row = {"q": "1 + 1?", "a": "2", "of_a": 5.0, "b": "3", "of_b": 1.0}
+    assert [reply["content"] for reply in next(form.read(row, "rows:1"))["replies"]] == ["2", "3"]
+    with pytest.raises(DataError) as error:
+        list(form.read({**row, "of_b": score}, "rows:1"))
+    assert str(error.value).startswith("rows:1: column 'of_b'")
+    assert repr(score) in str(error.value)
+
+
+def test_rows_of_a_group_have_one_prompt():
+    form = ScoredReplies(prompt="{q}", replies=[["a", "of_a"], ["b", "of_b"]])
+    row = {"q": "1 + 1?", "a": "2", "of_a": 5.0, "b": "3", "of_b": 1.0}
+    with pytest.raises(DataError) as error:
+        list(form.read({"rows": [row, {**row, "q": "1 + 2?"}]}, "rows:1"))
+    assert "'1 + 1?'" in str(error.value)
+    assert "'1 + 2?'" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(["x", None, "y"], "x y"), ([None], ""), (float("nan"), ""), (0, "0"), ([1, 2], "1 2"), (None, ""), ([], "")],
+)
+def test_columns_become_text_without_nulls(value: Any, text: str):
+    assert fill("<{a}>", {"a": value}, "rows:1") == f"<{text}>"
+
+
+@pytest.mark.parametrize("value", [[{"t": 1}, "x"], {"t": 1}, [["x"]]])
+def test_columns_with_objects_are_refused(value: Any):
+    with pytest.raises(DataError) as error:
+        fill("<{a}>", {"a": value}, "rows:1")
+    assert str(error.value).startswith("rows:1: column 'a'")

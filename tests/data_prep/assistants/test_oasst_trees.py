@@ -149,6 +149,8 @@ def test_b27_a_split_is_of_trees_and_depends_on_its_seed(tmp_path: Path):
             "neither:1: expected a tree with message_tree_id and prompt, or a message with message_id, got",
         ),
         (["counts", "mute"], "mute:1: field 'text' of a message: expected text, got None."),
+        (["counts", "odd"], "odd:1: field 'replies': expected a list of messages, got {'a': 1} (dict)."),
+        (["split", "trees", "out", "."], "--output .: "),
         (["filter_trees", "none", "out"], "none: no such file."),
         (["filter_trees", "torn", "out"], "torn:2: "),
     ],
@@ -164,6 +166,7 @@ def test_errors_leave_the_output_unchanged(
         "neither": '{"text": "x"}',
         "torn": f'{tree}\n{{"message',
         "mute": '{"message_id": "x", "role": "prompter"}',
+        "odd": '{"message_id": "x", "text": "a", "role": "prompter", "replies": {"a": 1}}',
         "out": "before",
     }
     for name, text in content.items():
@@ -198,3 +201,10 @@ def test_some_trees_are_drawn(source: Path):
     long[1]["prompt"]["replies"][0]["text"] = "x" * 11
     (source.parent / "long.jsonl").write_text("".join(json.dumps(tree) + "\n" for tree in long))
     assert run("filter_trees", source.parent / "long.jsonl", "--max_length", "10") == ["p1", "p3"]
+
+
+def test_half_a_surrogate_pair_is_written_as_it_was_read(tmp_path: Path):
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(json.dumps({**trees()[0], "note": "\ud800 \u00e9"}) + "\n")
+    assert oasst_trees.main(["filter_trees", str(source), str(output)]) == 0
+    assert rows(output)[0]["note"] == "\ud800 \u00e9"

@@ -4,9 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from data_prep.assistants import prepare_conversations
+from data_prep.assistants.conversation_forms.layouts import Text
 from data_prep.assistants.conversation_table import load_form
 from src.errors import DataError
 from src.systems.assistants.conversations.entries import read_entry
@@ -361,3 +364,111 @@ def test_released_files(shared_data: Path, tmp_path: Path):
         )
         lines = sum(len((tmp_path / name / f"{split}.jsonl").read_text().splitlines()) for split in ("train", "val"))
         assert abs(lines - count) <= count // 100, (name, lines)
+
+
+def messages_of(form: str, row: dict[str, Any]) -> list[tuple[str, str]]:
+    (converted,) = load_form(form, "form").read(row, "rows:1")
+    return [(message["role"], message["content"]) for message in converted["messages"]]
+
+
+HISTORY = [["a", "b"], ["c", "d"]]
+TURNS = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"), ("user", "e"), ("assistant", "f")]
+
+
+@pytest.mark.parametrize(
+    ("form", "row"),
+    [
+        ("alpaca", {"instruction": "a", "output": "b"}),
+        ("messages", {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}),
+        ("completion", {"prompt": "a", "completion": "b"}),
+        ("pairs", {"prompt": "a", "chosen": "b", "rejected": "c"}),
+    ],
+)
+def test_a_column_system_is_the_first_message(form: str, row: dict[str, Any]):
+    talk = messages_of(form, row)
+    assert talk[0] == ("user", "a")
+    assert messages_of(form, {**row, "system": "s"}) == [("system", "s"), *talk]
+    assert messages_of(form, {**row, "system": ""}) == messages_of(form, {**row, "system": None}) == talk
+
+
+def test_the_history_of_alpaca_is_earlier_turns():
+    assert messages_of("alpaca", {"instruction": "e", "output": "f", "history": HISTORY}) == TURNS
+
+
+def test_a_function_call_of_openai_is_a_tool_call():
+    call = {"name": "add", "arguments": '{"a": 1}'}
+    talk = [
+        {"role": "user", "content": "1 + 1?"},
+        {"role": "assistant", "content": None, "function_call": call},
+        {"role": "function", "name": "add", "content": "2"},
+        {"role": "assistant", "content": "It is 2."},
+    ]
+    (row,) = load_form("messages", "form").read({"messages": talk}, "rows:1")
+    entry = read_entry(row, "rows:1")
+    assert entry.messages[1].calls == [{"name": "add", "arguments": {"a": 1}}]
+    assert entry.messages[2].links == {"name": "add"}
+
+
+def chat(*texts: str) -> list[dict[str, str]]:
+    return [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(texts)]
+
+
+SYSTEM = {"role": "system", "content": "s"}
+
+
+@pytest.mark.parametrize("prompt", ["a", None, chat("a", "b", "c"), chat("a")])
+def test_replies_to_a_conversation_keep_all_of_it(prompt: Any):
+    """Also if the prompt is only the begin of the conversation."""
+    row = {"prompt": prompt, "chosen": chat("a", "b", "c", "x"), "rejected": chat("a", "b", "c", "y")}
+    (converted,) = load_form("pairs", "form").read(row, "rows:1")
+    assert converted["messages"] == chat("a", "b", "c")
+    assert [reply["content"] for reply in converted["replies"]] == ["x", "y"]
+    row = {**row, "rejected": chat("a", "q", "c", "y")}
+    assert prompt == chat("a", "b", "c") or not [*load_form("pairs", "form").read(row, "rows:1")]
+
+
+def test_a_system_message_of_the_replies_is_kept():
+    row = {"prompt": "a", "chosen": [SYSTEM, *chat("a", "x")], "rejected": [SYSTEM, *chat("a", "y")]}
+    (converted,) = load_form("pairs", "form").read(row, "rows:1")
+    assert converted["messages"] == [SYSTEM, *chat("a")]
+
+
+def test_a_text_with_a_blank_end_is_split():
+    pieces = [*Text(characters=2).read({"text": "abc \n  "}, "rows:1")]
+    assert pieces == [{"text": "ab"}, {"text": "c "}]
+
+
+def test_tools_of_parquet_have_only_their_own_arguments(tmp_path: Path):
+    """Arrow gives the arguments of all calls the same names."""
+    arguments = [{"city": "Rome"}, {"a": 1, "b": [1, None]}] * 20
+    talks = [
+        [
+            {"role": "user", "content": f"{n}?"},
+            {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": each}}]},
+        ]
+        for n, each in enumerate(arguments)
+    ]
+    parquet.write_table(pyarrow.Table.from_pylist([{"messages": talk} for talk in talks]), tmp_path / "rows.parquet")
+    prepare_conversations.prepare(tmp_path, "own", form="messages", train=[str(tmp_path / "rows.parquet")])
+    rows = [
+        json.loads(line)
+        for split in ("train", "val")
+        for line in (tmp_path / "own" / f"{split}.jsonl").read_text().splitlines()
+    ]
+    assert len(rows) == len(arguments)
+    for row in rows:
+        call = read_entry(row, "rows").messages[1].calls[0]
+        assert call["arguments"] == arguments[int(row["messages"][0]["content"][:-1])]
+
+
+def test_rows_without_a_group_are_not_merged(tmp_path: Path):
+    release = tmp_path / "mine.yaml"
+    release.write_text(
+        "mine:\n  licence: none\n  val_rate: 0.3\n  group_by: g\n  train: [rows.jsonl]\n"
+        "  form: {name: scored, prompt: '{q}', replies: [[a, of_a], [b, of_b]]}\n"
+    )
+    rows = [{"g": None, "q": f"{n}?", "a": "x", "of_a": 1, "b": "y", "of_b": 0} for n in range(20)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prepare_conversations.prepare(tmp_path, "mine", release_file=release, train=[str(tmp_path / "rows.jsonl")])
+    lines = [(tmp_path / "mine" / f"{split}.jsonl").read_text().splitlines() for split in ("train", "val")]
+    assert sum(map(len, lines)) == 20
