@@ -48,8 +48,8 @@ class Summary:
 
 
 def is_finite(value: Any) -> bool:
-    """Whether `value` is a finite number."""
-    return isinstance(value, (int, float)) and value - value == 0
+    """Whether `value` is a finite number. Numbers above 1e150 count as infinite, since their squares overflow."""
+    return isinstance(value, (int, float)) and -1e150 < value < 1e150
 
 
 def parse_summary(value: Any) -> Summary | None:

@@ -258,7 +258,7 @@ def _column(values: list[Any]) -> "np.ndarray":
     except (TypeError, ValueError, OverflowError):
         column = None
     if column is None or column.ndim != 1:  # haven's rows can contain anything
-        return np.array([float(value) if is_finite(value) and abs(value) < 1e308 else np.nan for value in values])
+        return np.array([float(value) if is_finite(value) else np.nan for value in values])
     return column
 
 

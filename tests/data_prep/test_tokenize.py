@@ -16,7 +16,7 @@ import pytest
 from pyarrow import parquet
 
 from data_prep import shards, token_workers
-from data_prep.sources import parquet_rows
+from data_prep.sources import parquet_rows, read_rows
 from data_prep.tokenize import Options, main, tokenise
 from src.data import jsonl
 from src.data.text import documents, token_files, tokenizers
@@ -96,11 +96,9 @@ def test_the_same_bytes_whatever_the_number_of_processes(data):
 
 def test_sources_of_every_kind_give_the_same_documents(data):
     import datasets
-    import pyarrow
-    import pyarrow.parquet
 
     rows = {"text": TEXTS[:30]}
-    pyarrow.parquet.write_table(pyarrow.table(rows), data / "b.parquet")
+    parquet.write_table(pyarrow.table(rows), data / "b.parquet")
     dataset = datasets.Dataset.from_dict(rows)
     dataset.save_to_disk(data / "saved")
     datasets.DatasetDict({"train": dataset, "validation": dataset}).save_to_disk(data / "splits")
@@ -118,6 +116,15 @@ def test_sources_of_every_kind_give_the_same_documents(data):
         expected = [string.replace(" ", "\n") for string in rows["text"]] if name == "f.txt" else rows["text"]
         assert read(data, "train", f"m{number}") == expected, name
         assert read(data, "val", f"m{number}") == ["v"]
+
+
+def test_a_row_that_datasets_cannot_decode_is_refused(data):
+    import datasets
+
+    rows = datasets.Dataset.from_dict({"image": [{"bytes": b"no image", "path": None}]})
+    rows = rows.cast_column("image", datasets.Image())
+    with pytest.raises(DataError, match=re.escape(f"{data}: ")):
+        list(read_rows(str(data), rows))
 
 
 def test_a_text_file_is_one_document_by_default(data):

@@ -378,6 +378,14 @@ def test_tables_see_what_joins_the_last_row(scores: Scores):
     assert summarize(scores.path, summary.to_json()).last == {"em": 0.5, "inference/em": 0.75}
 
 
+@pytest.mark.parametrize("value", [1e200, -1e200, 10**400])
+def test_a_number_whose_square_overflows_counts_as_infinite(scores: Scores, value: float):
+    scores.append({"step": 1, "em": 0.5})
+    with open(scores.path, "a") as file:
+        file.write(json.dumps({"step": 2, "em": value}) + "\n")
+    assert summarize(scores.path).last == {"em": None}
+
+
 def test_only_the_lease_holder_completes(scores: Scores):
     scores.append({"step": 1})
     with pytest.raises(RunError, match="opened for reading only"):

@@ -15,7 +15,7 @@ from src.errors import DataError
 USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 MESSAGES = {"messages": [USER, ANSWER]}
 PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
-RANKED = {"messages": [USER], "replies": [{"content": "b", "rank": 0}, {"content": "c", "rank": 1}]}
+PREFERENCES = {"messages": [USER], "replies": [{"content": "b", "rank": 0}, {"content": "c", "rank": 1}]}
 ALPACA = {"instruction": "a", "output": "b"}
 TREE = {"tree_state": "ready_for_export", "prompt": {"text": "a", "role": "prompter", "lang": "en"}}
 
@@ -68,7 +68,7 @@ def test_an_unknown_role_is_refused_with_its_place(
         "completion": {"prompt": "a", "completion": "b"},
         "pairs": PAIR,
         "sharegpt": {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
-        "ranked": RANKED,
+        "ranked": PREFERENCES,
         "oasst": TREE,
     }
     message = error_of(tmp_path, form, row, good[form])
@@ -159,15 +159,19 @@ def test_similar_columns_that_are_not_misspelled_are_allowed(tmp_path: Path):
         ("alpaca", {**ALPACA, "input": 0}, ["'input'", "int"]),
         ("alpaca", {**ALPACA, "history": [["a", "b", "c"]]}, ["'history'", "[['a', 'b', 'c']]"]),
         ("alpaca", {**ALPACA, "system": ["x"]}, ["'system'", "list"]),
-        ("ranked", {**RANKED, "replies": [{"content": ["b"], "rank": [0]}]}, ["replies[0]", "[0]"]),
-        ("ranked", {**RANKED, "messages": [{**USER, "note": "\ud800"}]}, ["messages[0]: note", "\\ud800"]),
-        ("ranked", {**RANKED, "messages": [{**USER, "note": {"of": [1.0, float("nan")]}}]}, ["note: of[1]", "nan"]),
+        ("ranked", {**PREFERENCES, "replies": [{"content": ["b"], "rank": [0]}]}, ["replies[0]", "[0]"]),
+        ("ranked", {**PREFERENCES, "messages": [{**USER, "note": "\ud800"}]}, ["messages[0]: note", "\\ud800"]),
+        (
+            "ranked",
+            {**PREFERENCES, "messages": [{**USER, "note": {"of": [1.0, float("nan")]}}]},
+            ["note: of[1]", "nan"],
+        ),
     ],
 )
 def test_a_value_that_no_prepared_row_can_have_is_named(
     tmp_path: Path, form: str, row: dict[str, Any], places: list[str]
 ):
-    good = {"messages": MESSAGES, "alpaca": ALPACA, "ranked": RANKED}[form]
+    good = {"messages": MESSAGES, "alpaca": ALPACA, "ranked": PREFERENCES}[form]
     message = error_of(tmp_path, form, row, good)
     assert all(place in message for place in places), message
 
