@@ -3,7 +3,7 @@ Reads only the save directories, not exp_configs.py."""
 
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from functools import lru_cache
 from operator import attrgetter
 from pathlib import Path
@@ -144,8 +144,10 @@ def load_rows(
         raise DataError(
             f"{runs}: no runs in this folder. Train something first, or name the folder given as --savedir_base."
         )
-    reserved = {name + end for name in score_names(rows) for end in ENDS}
-    return [row if reserved.isdisjoint(row) else _rename(row, reserved) for row in rows], warnings
+    scores, config_keys = score_names(rows), {*all_config_keys(rows)}
+    reserved = {name + end for name in scores for end in ENDS}
+    of_both = {name for name in scores if name in config_keys}
+    return [_rename(row, reserved, of_both) for row in rows], warnings
 
 
 def group_rows(rows: Iterable[Row], by: Sequence[str]) -> list[list[Row]]:
@@ -359,9 +361,12 @@ def _row(run: SavedRun, record: RunRecord, groups: Sequence[str]) -> Row:
     return row
 
 
-def _rename(row: Row, reserved: Collection[str]) -> Row:
-    """The row with new names for its `reserved` keys."""
-    names = {key: f"{'score' if key in row.scores else 'config'}.{key}" if key in reserved else key for key in row}
+def _rename(row: Row, reserved: Set[str], of_both: Set[str]) -> Row:
+    """The row with new names for its `reserved` keys, and for scores `of_both`: config keys of other runs."""
+    clashes = (reserved & row.keys()) | of_both.intersection(row.scores)
+    if not clashes:
+        return row
+    names = {key: f"{'score' if key in row.scores else 'config'}.{key}" if key in clashes else key for key in row}
     new_row = Row({names[key]: value for key, value in row.items()})
     new_row.scores, new_row.groups, new_row.contact = tuple(names[key] for key in row.scores), row.groups, row.contact
     return new_row

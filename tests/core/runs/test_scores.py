@@ -379,7 +379,7 @@ def test_tables_see_what_joins_the_last_row(scores: Scores):
 
 
 @pytest.mark.parametrize("value", [1e200, -1e200, 10**400])
-def test_a_number_whose_square_overflows_counts_as_infinite(scores: Scores, value: float):
+def test_a_number_counts_as_infinite_if_its_square_overflows(scores: Scores, value: float):
     scores.append({"step": 1, "em": 0.5})
     with open(scores.path, "a") as file:
         file.write(json.dumps({"step": 2, "em": value}) + "\n")

@@ -64,6 +64,19 @@ def test_a_run_without_any_finite_value_shows_none(tmp_path: Path):
     assert statistics.aggregate([row], [], ["loss"])[0]["loss"] is None
 
 
+def test_a_score_is_not_the_config_key_of_another_run(tmp_path: Path):
+    make(tmp_path, {"recipe": "toy", "seed": 0}, [{"step": 1, "loss": 0.2, "em": 0.5}])
+    make(tmp_path, {"recipe": "toy", "seed": 1, "loss": "ce"}, [{"step": 1, "loss": 0.4, "em": 0.5}])
+    rows, _ = results.load_rows(tmp_path)
+    assert sorted((row["seed"], row.get("loss"), row["score.loss"], row["em"]) for row in rows) == [
+        (0, None, 0.2, 0.5),
+        (1, "ce", 0.4, 0.5),
+    ]
+    assert all(set(row.scores) == {"score.loss", "em"} for row in rows)
+    (mean,) = statistics.aggregate(rows, [], ["score.loss"])
+    assert mean["score.loss"] == pytest.approx(0.3)
+
+
 def test_clashing_names_get_prefixes(tmp_path: Path):
     make(tmp_path, {"recipe": "toy", "state": 1, "seed": 3}, [{"step": 1, "seed": 0.5, "exp_id": 2}])
     (row,), _ = results.load_rows(tmp_path)

@@ -417,7 +417,7 @@ SYSTEM = {"role": "system", "content": "s"}
 
 
 @pytest.mark.parametrize("prompt", ["a", None, chat("a", "b", "c"), chat("a")])
-def test_replies_to_a_conversation_keep_all_of_it(prompt: Any):
+def test_replies_to_a_conversation_have_all_of_it(prompt: Any):
     """Also if the prompt is only the begin of the conversation."""
     row = {"prompt": prompt, "chosen": chat("a", "b", "c", "x"), "rejected": chat("a", "b", "c", "y")}
     (converted,) = load_form("pairs", "form").read(row, "rows:1")
@@ -427,7 +427,7 @@ def test_replies_to_a_conversation_keep_all_of_it(prompt: Any):
     assert prompt == chat("a", "b", "c") or not [*load_form("pairs", "form").read(row, "rows:1")]
 
 
-def test_a_system_message_of_the_replies_is_kept():
+def test_a_system_message_of_the_replies_is_read():
     row = {"prompt": "a", "chosen": [SYSTEM, *chat("a", "x")], "rejected": [SYSTEM, *chat("a", "y")]}
     (converted,) = load_form("pairs", "form").read(row, "rows:1")
     assert converted["messages"] == [SYSTEM, *chat("a")]
