@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,20 @@ def load(folder: Path, extra: Sequence[str] = ()) -> Any:
 
 
 def require(folder: Path) -> None:
-    """Raise DataError if a file of the tokenizer is missing."""
+    """Raise DataError if a file of the tokenizer is missing or not JSON."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if not os.path.isfile(folder / name):  # unlike Path.is_file, False for a name that is too long
             raise DataError(
                 f"{folder}: no tokenizer here ({name} is missing). "
                 f"Prepare it ({_COMMANDS}), or set another --data_path."
             )
+        _require_json(folder / name, os.stat(folder / name).st_mtime_ns)
+
+
+@lru_cache
+def _require_json(path: Path, mtime_ns: int) -> None:
+    del mtime_ns  # only a key of the cache
+    read_json(path, DataError)
 
 
 def end_ids(tokenizer: Any) -> list[int]:

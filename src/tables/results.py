@@ -343,15 +343,10 @@ def _row(run: SavedRun, record: RunRecord, groups: Sequence[str]) -> Row:
     facts = {"exp_id": run.name, "state": state, "group": groups[0], "step": record.summary.step}
     row = Row({**facts, "tags": record.tags, "note": record.note})
     row.groups = tuple(groups)
-    row.update(
-        {
-            f"config.{key}" if key in FACTS or key in AVERAGE_COLUMNS else key: value
-            for key, value in record.config.items()
-        }
-    )
-    last = {
-        str(name): value for name, value in record.summary.last.items()
-    }  # haven's rows can have keys that are not strings
+    columns = {*FACTS, *AVERAGE_COLUMNS}
+    row.update({f"config.{key}" if key in columns else key: value for key, value in record.config.items()})
+    # haven's rows can have keys that are not strings
+    last = {str(name): value for name, value in record.summary.last.items()}
     scores = {
         f"score.{name}" if name in row or name in AVERAGE_COLUMNS else name: value for name, value in last.items()
     }
@@ -363,7 +358,7 @@ def _row(run: SavedRun, record: RunRecord, groups: Sequence[str]) -> Row:
 
 def _rename(row: Row, reserved: Set[str], of_both: Set[str]) -> Row:
     """The row with new names for its `reserved` keys, and for scores `of_both`: config keys of other runs."""
-    clashes = (reserved & row.keys()) | of_both.intersection(row.scores)
+    clashes = (reserved & row.keys()) | (of_both & {*row.scores})
     if not clashes:
         return row
     names = {key: f"{'score' if key in row.scores else 'config'}.{key}" if key in clashes else key for key in row}

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -105,6 +105,15 @@ def names_end_token(folder: Path) -> bool:
         return bool(read_json(folder / "tokenizer_config.json", DataError)["eos_token"])
     except (DataError, LookupError, TypeError):
         return False
+
+
+def spells(folder: Path, tokens: Collection[str]) -> bool:
+    """Whether tokenizer.json contains all `tokens`, without loading it; False if it cannot be read."""
+    try:
+        text = (folder / "tokenizer.json").read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return False
+    return all(json.dumps(token, ensure_ascii=False) in text for token in tokens)
 
 
 def control_ids(tokenizer: "PreTrainedTokenizerFast") -> list[int]:

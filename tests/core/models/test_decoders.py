@@ -2,6 +2,7 @@
 experiment."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -88,6 +89,17 @@ def test_gpt_bigcode_without_its_tokenizer(places):
             DataError, match=r"data/other: no tokenizer here \(tokenizer.json is missing\)\. Prepare it"
         ):
             method(places)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("text", ["", '{"version": "1.0", ', "garbage"])
+def test_a_damaged_tokenizer_is_found_before_the_training(places, name: str, text: str):
+    folder = places.data / f"damaged_{name}_{len(text)}"
+    folder.mkdir()
+    for each in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / each).write_text(text if each == name else "{}")
+    with pytest.raises(DataError, match=re.escape(str(folder / name))):
+        part({**GPT, "tokenizer": folder.name}).check(places)
 
 
 @pytest.mark.parametrize(

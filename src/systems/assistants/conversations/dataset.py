@@ -112,15 +112,22 @@ class ConversationConfig(ShuffledConfig):
             call_once(self._check_writing, source)
 
     def _check_writing(self, source: TokenizerSource) -> None:
-        """Raises DataError if the tokenizer has no end token or its template cannot be trained with."""
+        """Raises DataError if the tokenizer has no end token or not the template's tokens, or its template cannot be
+        trained with."""
         from src.data.text import tokenizers
 
-        if self.writing.template != "tokenizer" and tokenizers.names_end_token(source.folder):
+        name = self.writing.template
+        controls = {*templates.CONTROLS.get(name, ())} - {*source.new_tokens}
+        if (
+            name != "tokenizer"
+            and tokenizers.names_end_token(source.folder)
+            and tokenizers.spells(source.folder, controls)
+        ):
             return  # without importing transformers, which is slow
-        tokenizer = tokenizers.load(source.folder, source.new_tokens)
-        if self.writing.template == "tokenizer":
+        template = templates.find(name, tokenizers.load(source.folder, source.new_tokens))
+        if name == "tokenizer":
             system = [Message("system", self.writing.system)] if self.writing.system else []
-            templates.find("tokenizer", tokenizer).spans([*system, Message("user", "?")], answering=True)
+            template.spans([*system, Message("user", "?")], answering=True)
 
     def most_samples(self, places: Places) -> int | None:
         """See `parts.CountedConfig`."""

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 OASST_TOKENS = ("<|prompter|>", "<|assistant|>", "<|system|>", "<|prefix_begin|>", "<|prefix_end|>")
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
+CONTROLS = {"oasst": OASST_TOKENS[:3], "chatml": CHATML_TOKENS}
+"""Control tokens without which a template cannot be used."""
 _OASST = {"user": "<|prompter|>", "assistant": "<|assistant|>", "system": "<|system|>", "tool": "<|prompter|>"}
 NAMES = ("chatml", "oasst", "tokenizer")
 _ORIGINAL_TEMPLATE = "own_chat_template"
@@ -27,14 +29,10 @@ def find(name: str, tokenizer: "PreTrainedTokenizerFast") -> Template:
     Raises:
         DataError: the tokenizer has no template or not all control tokens, or its template cannot be trained with.
     """
-    if name == "oasst":
-        require_controls(tokenizer, OASST_TOKENS[:3], name)
+    if name in CONTROLS:
+        require_controls(tokenizer, CONTROLS[name], name)
         _set_source(tokenizer, name)
-        return OpenAssistant(str(tokenizer.eos_token))
-    if name == "chatml":
-        require_controls(tokenizer, CHATML_TOKENS, name)
-        _set_source(tokenizer, name)
-        return ChatML()
+        return ChatML() if name == "chatml" else OpenAssistant(str(tokenizer.eos_token))
     source = getattr(tokenizer, _ORIGINAL_TEMPLATE, tokenizer.chat_template)
     if not isinstance(source, str):
         raise DataError(f"{WHERE}: the tokenizer has no chat template. Use 'oasst' or 'chatml'.")

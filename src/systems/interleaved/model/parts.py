@@ -35,11 +35,13 @@ class Vision(StrictConfig):
     """Attention heads."""
 
     @model_validator(mode="after")
-    def _frames_are_whole_patches(self) -> "Vision":
+    def _check_sizes(self) -> "Vision":
         if self.frame_size % self.patch_size:
             raise ValueError(
                 f"frame_size: expected a multiple of patch_size, {self.patch_size}, got {self.frame_size}."
             )
+        if self.hidden_size % self.num_heads:
+            raise ValueError(f"hidden_size: expected a multiple of num_heads {self.num_heads}, got {self.hidden_size}.")
         return self
 
     @property

@@ -1,17 +1,21 @@
 """Reasoning before answers, and where an answer starts and ends: written by the template or refused."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from src.errors import DataError
 from src.experiments.config import Places
+from src.experiments.kinds import TokenizerSource
 from src.experiments.registry import DATASETS, bind
 from src.systems.assistants.conversations.entries import Message, read_entry
 from src.systems.assistants.conversations.rendering import Renderer, Role
-from src.systems.assistants.conversations.templates import Jinja, find
+from src.systems.assistants.conversations.templates import CONTROLS, Jinja, find
 from src.systems.assistants.policy_training import write_with
 from src.systems.assistants.rewards.interface import Rollout
 from src.systems.assistants.rollouts.prompts import Prompts
@@ -106,6 +110,23 @@ def test_template_that_cannot_write_reasoning_is_refused_at_the_start(name: str,
     without = THINKS.replace("m['reasoning_content']", "''")
     with pytest.raises(DataError, match=r"talk/train\.jsonl:2: data\.writing\.template: .*'one, two'"):
         config.build(Places(tmp_path, tmp_path), talk.tokenizer(template=without), "train", 0)
+
+
+@pytest.mark.parametrize("template", ["oasst", "chatml"])
+def test_control_tokens_of_the_template_are_checked_before_the_training(template: str, tmp_path: Path):
+    controls = CONTROLS[template]
+    PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"<end>": 0})),
+        eos_token="<end>",
+        extra_special_tokens=[controls[0]],
+    ).save_pretrained(tmp_path)
+    config: Any = bind(
+        DATASETS, {"name": "conversations", "corpus": "talk", "sequence_tokens": 90, "writing": {"template": template}}
+    )
+    places = Places(tmp_path, tmp_path)
+    with pytest.raises(DataError, match=r"^data\.writing\.template: .*" + re.escape(controls[1])):
+        config.check_tokenizer(places, TokenizerSource(tmp_path))
+    config.check_tokenizer(places, TokenizerSource(tmp_path, tuple(controls[1:])))
 
 
 def test_reasoning_reaches_the_prompt_of_a_reward_model():

@@ -328,6 +328,8 @@ def test_incompatible_parts_are_refused(places: Places, tmp_path: Path):
             bind(MODELS, {**RANDOM, **more})
         with pytest.raises(ConfigError, match=f"model.{message}"):
             bind(MODELS, {**PARTS, **more}).check(places)
+    with pytest.raises(Problems, match="vision: hidden_size: expected a multiple of num_heads 2, got 13"):
+        bind(MODELS, {**RANDOM, "vision": {**RANDOM["vision"], "hidden_size": 13}})
     with pytest.raises(Problems, match="frozen: 'connector': its weights are new"):
         bind(MODELS, {**PARTS, "frozen": ["connector"]})
     with pytest.raises(Problems, match="frozen: 'embeddings': the embeddings of image tokens are new"):
