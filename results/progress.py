@@ -21,6 +21,7 @@ from src.errors import ConfigError, RunError, print_errors
 from src.files import ROOT, read_json
 from src.runs.code_version import Git
 from src.runs.store import ENV, SavedRun
+from src.runs.summary import is_finite
 from src.support import documents
 from src.support.command_line import make_parser
 from src.tables import comparability, results, run_arguments, statistics
@@ -178,11 +179,12 @@ def table(steps: Sequence[Step], metric: str) -> tuple[list[str], list[list[str]
         more = f", … {len(changes) - MAX_CHANGES} more" if len(changes) > MAX_CHANGES else ""
         mean = "-" if step.mean is None else f"{step.mean:.4g}"
         interval = "" if step.interval is None else f" ± {step.interval:.2g}"
-        difference = "" if step.difference is None else f"{step.difference:+.3g}"
+        few = f" ({step.seeds} of {len(step.exp_ids)})" if step.seeds < len(step.exp_ids) else ""
+        difference = f"{step.difference:+.3g}" if is_finite(step.difference) else ""
         best = "" if step.best is None else f"{step.best:.4g}"
         verdict = f"{step.verdict}{', accepted' * step.is_accepted}"
         text = ", ".join(changes[:MAX_CHANGES]) + more
-        lines.append([str(step.number), step.exp_ids[0][:8], text, f"{mean}{interval}", difference, verdict, best])
+        lines.append([str(step.number), step.exp_ids[0][:8], text, f"{mean}{interval}{few}", difference, verdict, best])
     return ["#", "experiment", "changes to the best", metric, "difference", "verdict", "best"], lines
 
 

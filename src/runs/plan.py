@@ -150,8 +150,11 @@ def load_combinations(
     """`load_groups` for each combination of assignments. The places of experiments include values that vary.
 
     Raises:
-        ConfigError: see `load_groups`.
+        ConfigError: a path is assigned twice, or see `load_groups`.
     """
+    paths = [path for path, _ in combinations[0]] if combinations else []
+    if twice := [path for path in dict.fromkeys(paths) if paths.count(path) > 1]:
+        raise ConfigError(f"--set: {twice[0]} is set twice. Remove one of the values.")
     items_by_id: dict[str, PlannedExperiment] = {}
     for assignments in combinations:
         differs = [

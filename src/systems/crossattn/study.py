@@ -52,6 +52,7 @@ PROMPTING = override(
         },
         "data": {"name": "prompted_qa", "contexts": "all", **DATA},
         "loop.steps": 100,
+        "loop.micro_batch": 2,
         "loop.eval_every": 50,
     },
 )
@@ -60,6 +61,7 @@ CLOSED_BOOK = override(
     {
         "data": {"name": "prompted_qa", "contexts": "none", **{k: v for k, v in DATA.items() if k != "context_tokens"}},
         "loop.steps": 500,
+        "loop.micro_batch": 16,
         "loop.eval_every": 250,
         "inference.wrong_contexts": False,
     },

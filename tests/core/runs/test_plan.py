@@ -189,6 +189,11 @@ def test_a_parent_that_is_done_is_not_trained_again_so_its_checkpoint_must_be_th
     assert plan.find_problems([item(ONE), item(heir)], places, {exp_id(ONE)}) == {}
 
 
+def test_a_path_is_set_once():
+    with pytest.raises(ConfigError, match=r"loop\.steps"):
+        plan.load_combinations({"a": [ONE]}, ["a"], [[("loop.steps", 1), ("seed", 1), ("loop.steps", 2)]])
+
+
 def test_several_values_of_an_assignment_make_several_experiments():
     items = plan.load_combinations({"a": [ONE]}, ["a"], [[("seed", 1)], [("seed", 2)]])
     assert [(item.exp, item.where) for item in items] == [(ONE, "a[0] seed=1"), (TWO, "a[0] seed=2")]

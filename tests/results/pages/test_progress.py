@@ -93,6 +93,14 @@ def test_an_incomplete_experiment_is_never_the_first(loss: float, state: str, ru
     assert [step.verdict for step in steps[1:4]] == ["first", "not distinguishable", "better"]
 
 
+def test_seeds_without_a_finite_score_are_counted(runs: Path):
+    add(runs, 35, 0.6, [0.5, float("nan"), float("nan")])
+    steps, _ = progress.find_steps(runs, results.load_rows(runs)[0], "val_loss")
+    cells = next(cells for cells in progress.table(steps, "val_loss")[1] if cells[3].startswith("0.5"))
+    assert cells[3] == "0.5 (1 of 3)"
+    assert cells[4] == ""
+
+
 def test_another_evaluation_is_never_accepted(runs: Path):
     add(runs, 35, 0.6, [0.1, 0.1, 0.1], evaluation_code="other")
     steps, remarks = progress.find_steps(runs, results.load_rows(runs)[0], "val_loss")

@@ -38,7 +38,12 @@ class Config(ModelConfig):
     """Maximum sequence length in tokens."""
 
     @model_validator(mode="after")
-    def _tokens_are_whole(self) -> "Config":
+    def _check_sizes(self) -> "Config":
+        if self.hidden_size % (2 * self.num_heads):
+            raise ValueError(
+                f"hidden_size: expected a multiple of 2 x num_heads, {2 * self.num_heads}, for rotary positions, "
+                f"got {self.hidden_size}."
+            )
         parts.require_connector(
             self.scale_factor, self.resampler, self.vision.patches, self.max_tiles, self.hidden_size
         )

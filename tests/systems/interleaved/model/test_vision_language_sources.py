@@ -330,6 +330,9 @@ def test_incompatible_parts_are_refused(places: Places, tmp_path: Path):
             bind(MODELS, {**PARTS, **more}).check(places)
     with pytest.raises(Problems, match="vision: hidden_size: expected a multiple of num_heads 2, got 13"):
         bind(MODELS, {**RANDOM, "vision": {**RANDOM["vision"], "hidden_size": 13}})
+    for sizes_of_heads in ({"hidden_size": 18}, {"num_heads": 3}):
+        with pytest.raises(Problems, match="hidden_size: expected a multiple of 2 x num_heads"):
+            bind(MODELS, {**RANDOM, **sizes_of_heads})
     with pytest.raises(Problems, match="frozen: 'connector': its weights are new"):
         bind(MODELS, {**PARTS, "frozen": ["connector"]})
     with pytest.raises(Problems, match="frozen: 'embeddings': the embeddings of image tokens are new"):
