@@ -319,3 +319,25 @@ def test_characters_that_are_not_in_xml_are_dropped(character: int, form: str):
 def test_form_feeds_are_white_space(feed: str):
     page = f"<body><p>{'word ' * 20}a{feed}b<pre>c{feed}d<footer></footer>e</pre>"
     assert html.extract(page).text.split("word ")[-1] == "a b\nc d e\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("<html><body><p>a</p></body><p>b</p>c</html>", "a\nb\nc\n"),
+        ("<html><body><p>a</p></body></html><p>b</p>c", "a\nb\nc\n"),
+        ("<html><body>a</body></html><!doctype html><html><body><p>b</p></body></html>", "a\nb\n"),
+        ('<body>a<script>write("</body>")</script>b<a title="</body>">c</a></body \n>d', "a bcd\n"),
+        ("<body>a<!-- </body> -->b</HTML> <!-- c -->", "ab\n"),
+        ("<body>a</bodyx>b</body", "ab\n"),
+    ],
+)
+def test_text_after_the_end_of_the_body_is_read(source: str, text: str):
+    """As browsers show it: ends in the middle of a page are common."""
+    assert html.extract(source, ()).text == text
+
+
+def test_a_page_with_one_end_is_parsed_as_it_is():
+    """Also one that is followed by blanks and comments."""
+    source = "<html><body><p>a</p></body>\n<!-- b </body> -->\n</html>\n<!-- c -->"
+    assert html._without_ends(source) is source
