@@ -152,10 +152,10 @@ def messages_of(value: Any, where: str, role: str = "user") -> list[Row]:
         speaker, calls = column(message, "role", here, "from"), message.get("tool_calls")
         if not calls and message.get("function_call"):  # OpenAI's before tools
             calls = [{"type": "function", "function": message["function_call"]}]
-        if message.get("weight") == 0:
-            raise DataError(f"{here}: weight 0: an answer that is not to be learned. Remove it, or the row.")
         if not isinstance(speaker, str) or speaker not in ROLES:
             raise DataError(f"{here}: {unknown_text('role', str(speaker), ROLES)}")
+        if ROLES[speaker] == "assistant" and message.get("weight") == 0:
+            raise DataError(f"{here}: weight 0: an answer that is not to be learned. Remove it, or the row.")
         has_text = any(message.get(name) is not None for name in ("content", "value"))
         text = "" if calls and not has_text else column(message, "content", here, "value")
         if not isinstance(text, str):
