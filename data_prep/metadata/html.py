@@ -51,9 +51,10 @@ _TAG = re.compile(
     rf"(?is)<!--.*?(?:-->|\Z)|(?P<tag><(?=[a-z])(?:(?P<raw>script|style)(?=[\s/>]))?(?:{_ATTRIBUTE})*+)(?(raw).*?(?:</(?P=raw)|\Z))"
 )
 """A comment or a tag. `script` and `style` include their content, which can look like tags."""
-_END_OF_PAGE = re.compile(r"(?i)</(?:body|html)(?=[\s/>])[^>]*+>?")
-_TAG_OR_END_OF_PAGE = re.compile(rf"{_TAG.pattern}|(?P<end>{_END_OF_PAGE.pattern.removeprefix('(?i)')})")
-_NOTHING = re.compile(rf"(?is)(?:\s|<!--.*?(?:-->|\Z)|{_END_OF_PAGE.pattern.removeprefix('(?i)')})*+")
+_END = r"</(?:body|html)(?=[\s/>])[^>]*+>?"
+_FIRST_END = re.compile(rf"(?i){_END}")
+_ONLY_ENDS = re.compile(rf"(?is)(?:\s|<!--.*?(?:-->|\Z)|{_END})*+")
+_TAG_OR_END = re.compile(rf"{_TAG.pattern}|(?P<end>{_END})")
 _ILLEGAL = re.compile(
     r"(?i)[\x00-\x08\x0b\x0e-\x1f\ufffe\uffff]|"
     r"&#(?:0*(?:[1-8]|11|1[4-9]|2\d|3[01]|6553[45])(?!\d)|x0*(?:[1-8bef]|1[\da-f]|fff[ef])(?![\da-f]));?"
@@ -156,10 +157,10 @@ def _extract(source: str, rules: Sequence[RemovalRule]) -> Page:
 def _without_ends(source: str) -> str:
     """The page without its `</body>` and `</html>`, if there is more after them: browsers show it, the parser drops it
     (https://html.spec.whatwg.org/multipage/parsing.html#parsing-main-afterbody)."""
-    first = _END_OF_PAGE.search(source)
-    if first is None or _NOTHING.fullmatch(source, first.start()):
+    first = _FIRST_END.search(source)
+    if first is None or _ONLY_ENDS.fullmatch(source, first.start()):
         return source
-    return _TAG_OR_END_OF_PAGE.sub(lambda match: "" if match["end"] else match[0], source)
+    return _TAG_OR_END.sub(lambda match: "" if match["end"] else match[0], source)
 
 
 def _parse(source: str) -> Any:
