@@ -2,12 +2,12 @@
 
 import csv
 import io
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from data_prep import sources
-from data_prep.crossattn.qa_releases import json_stream
 from src.errors import DataError
 from src.files import reading
 from src.systems.t5.tasks import task_table
@@ -45,18 +45,13 @@ class Source:
             DataError: the source is damaged, or does not have the columns of the task; the message has the place.
         """
         path = Path(self.source)
-        if self._rows is not None:
-            yield from self._read_datasets(self._rows)
-        elif path.suffix in (".tsv", ".txt"):
+        suffix = path.suffix if self._rows is None else ""
+        if suffix in (".tsv", ".txt"):
             yield from self._read_lines(path)
-        elif path.suffix == ".csv":
+        elif suffix == ".csv":
             yield from self._read_csv(path)
-        elif path.suffix == ".parquet":
-            import datasets
-
-            yield from self._read_datasets(datasets.Dataset.from_parquet(str(path), keep_in_memory=True))
         else:
-            yield from json_stream.records(path)
+            yield from self._name_classes(sources.read_rows(self.source, self._rows))
 
     def _read_lines(self, path: Path) -> Iterator[tuple[str, Record]]:
         """Read tab-separated columns. Quotation marks are plain text, as in all files of GLUE."""
@@ -105,19 +100,36 @@ class Source:
         except csv.Error as error:
             raise DataError(f"{path}:{reader.line_num}: malformed CSV ({error}). Correct the line.") from None
 
-    def _read_datasets(self, rows: Any) -> Iterator[tuple[str, Record]]:
+    def _name_classes(self, rows: Iterator[tuple[str, Record]]) -> Iterator[tuple[str, Record]]:
         """Replace class numbers by class names, if the names are those of the task."""
+        classes: dict[str, list[str]] | None = None
+        for where, row in rows:
+            if classes is None:
+                classes = self._classes()
+            numbers = {name: row[name] for name in classes if type(row.get(name)) is int and row[name] >= 0}
+            wrong = next((name for name, number in numbers.items() if number >= len(classes[name])), None)
+            if wrong is not None:
+                problem = f"{wrong!r}: expected the number of one of {len(classes[wrong])} classes, got {row[wrong]}."
+                yield where, {"": problem}
+                continue
+            yield where, {**row, **{name: classes[name][number] for name, number in numbers.items()}}
+
+    def _classes(self) -> dict[str, list[str]]:
+        """{column: names of its classes}, as `datasets` saved them with the source."""
+        features: dict[str, Any] = {}
+        if self._rows is not None:
+            features = self._rows.features.to_dict()
+        elif self.source.endswith(".parquet"):
+            from pyarrow.parquet import read_schema
+
+            saved = (read_schema(self.source).metadata or {}).get(b"huggingface", b"{}")
+            features = json.loads(saved).get("info", {}).get("features", {})
         classes = {
-            name: feature.names for name, feature in rows.features.items() if type(feature).__name__ == "ClassLabel"
+            name: feature["names"]
+            for name, feature in features.items()
+            if isinstance(feature, dict) and feature.get("_type") == "ClassLabel"
         }
-        classes = {name: texts for name, texts in classes.items() if set(texts) <= set(self.task.task.labels)}
-        for number, row in enumerate(rows, 1):
-            columns_by_name = {
-                name: texts[row[name]]
-                for name, texts in classes.items()
-                if (row[name] or 0) >= 0 and row[name] is not None
-            }
-            yield f"{self.source}: row {number}", {**row, **columns_by_name}
+        return {name: texts for name, texts in classes.items() if set(texts) <= set(self.task.task.labels)}
 
 
 def _text(path: Path) -> str:

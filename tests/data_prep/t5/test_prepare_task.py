@@ -2,13 +2,17 @@
 
 import csv
 import json
+import os
 import re
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from data_prep.t5 import prepare_task
 from src.data import jsonl
@@ -467,6 +471,46 @@ def test_a_folder_of_datasets(prepare_rows: Callable[..., Rows], refusal_of: Cal
     assert [(row["index"], row["label"]) for row in result["val"]] == [(5, "positive"), (6, "negative")]
     assert [(row["index"], row["label"]) for row in result["test"]] == [(7, None)]
     assert "saved: no split 'train'. Splits: validation, test." in refusal_of("cola", train=tmp_path / "saved")
+
+
+def test_parquet_has_names_of_classes_too(
+    prepare_rows: Callable[..., Rows], refusal_of: Callable[..., str], tmp_path: Path
+):
+    import datasets
+
+    label = datasets.ClassLabel(names=["positive", "negative"])
+    features = datasets.Features({"sentence": datasets.Value("string"), "label": label})
+    rows = datasets.Dataset.from_dict({"sentence": ["a", "b"], "label": [0, 1]}, features=features)
+    rows.to_parquet(path := tmp_path / "a.parquet")
+    assert [row["label"] for row in prepare_rows("sst2", val=path)["val"]] == ["positive", "negative"]
+    table = pyarrow.table({"sentence": ["a"], "label": [2]}).replace_schema_metadata(parquet.read_schema(path).metadata)
+    parquet.write_table(table, path := tmp_path / "b.parquet")
+    shutil.rmtree(tmp_path / "data")
+    message = refusal_of("sst2", val=path)
+    assert f"{path}: row 1: 'label'" in message
+    assert "got 2" in message
+
+
+def test_only_the_given_parquet_file_is_read(prepare_rows: Callable[..., Rows], tmp_path: Path):
+    """Its name is no pattern, and no copy of an older file with the same time of change is used."""
+    for name, text in (("q1", "x"), ("q?", "y"), ("x[1]", "z")):
+        parquet.write_table(pyarrow.table({"sentence": [text], "label": [1]}), tmp_path / f"{name}.parquet")
+    rows = prepare_rows("sst2", train=tmp_path / "q?.parquet", val=tmp_path / "x[1].parquet")
+    assert [row["sentence"] for split in rows.values() for row in split] == ["y", "z"]
+    path = tmp_path / "x[1].parquet"
+    before = path.stat()
+    parquet.write_table(pyarrow.table({"sentence": ["w"], "label": [1]}), path)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert prepare_rows("sst2", train=tmp_path / "q?.parquet", val=path)["val"][0]["sentence"] == "w"
+
+
+def test_a_damaged_parquet_file_is_refused(refusal_of: Callable[..., str], tmp_path: Path):
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"sentence": ["a"], "label": [1]}), path)
+    content = path.read_bytes()
+    for damaged in (content[: len(content) // 2], b""):
+        path.write_bytes(damaged)
+        assert str(path) in refusal_of("sst2", train=path)
 
 
 def test_missing_sources(refusal_of: Callable[..., str], tmp_path: Path):
