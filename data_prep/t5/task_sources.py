@@ -3,7 +3,7 @@
 import csv
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,16 +63,27 @@ class Source:
         head = lines[0].split("\t")
         header = all(any(name in head for name in self.names(column)) for column in self.task.task.columns)
         names = head if header else self._plain(path, head)
+        self._require_distinct(path, names)
         for number, line in enumerate(lines[header:], 1 + header):
             values = line.split("\t")
             if len(values) != len(names):
                 yield f"{path}:{number}", {"": f"{len(values)} columns, where the first line has {len(names)}."}
                 continue
-            yield f"{path}:{number}", {name: value for name, value in zip(names, values, strict=True) if name != "_"}
+            yield (
+                f"{path}:{number}",
+                {name: value for name, value in zip(names, values, strict=True) if name not in ("", "_")},
+            )
 
     def names(self, column: str) -> list[str]:
         """Names of `column` in releases."""
         return [*OTHER_NAMES.get(column, [column]), *self.task.task.names.get(column, [])]
+
+    def _require_distinct(self, path: Path, names: Sequence[str]) -> None:
+        """Raise DataError if two columns have one name that the task reads."""
+        read = {name for column in ("index", *self.task.task.columns, "label") for name in self.names(column)}
+        for name in read:
+            if names.count(name) > 1:
+                raise DataError(f"{path}:1: {names.count(name)} columns {name!r}. Rename or remove all but one.")
 
     def _plain(self, path: Path, first: list[str]) -> list[str]:
         for names in self.task.task.plain:
@@ -89,14 +100,15 @@ class Source:
         )
 
     def _read_csv(self, path: Path) -> Iterator[tuple[str, Record]]:
-        reader = csv.DictReader(io.StringIO(_text(path), newline=""), restkey="", strict=True)
+        reader = csv.DictReader(io.StringIO(_text(path), newline=""), strict=True)
         try:
+            self._require_distinct(path, reader.fieldnames or [])
             for record in reader:
-                extra = "" in record or None in record.values()
-                yield (
-                    f"{path}:{reader.line_num}",
-                    {"": "more or fewer columns than in the header. Correct the line."} if extra else record,
-                )
+                if None in record or None in record.values():
+                    record = {"": "more or fewer columns than in the header. Correct the line."}
+                else:
+                    record.pop("", None)  # numbers of rows, without a name in the header
+                yield f"{path}:{reader.line_num}", record
         except csv.Error as error:
             raise DataError(f"{path}:{reader.line_num}: malformed CSV ({error}). Correct the line.") from None
 

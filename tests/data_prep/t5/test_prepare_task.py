@@ -54,6 +54,11 @@ def refusal_of(
     return error_of
 
 
+def passage_with(*entities: Any) -> dict[str, Any]:
+    """A row of ReCoRD with a question, whose passage is "A b"."""
+    return {"passage": {"text": "A b", "entities": entities}, "qas": [{"query": "q", "answers": [{"text": "A"}]}]}
+
+
 TEXT = ' "it\'s ""so" \\N\\n '
 
 
@@ -391,10 +396,43 @@ class TestSuperGlue:
                 {"sentence": "a he.", "pronoun": "he", "candidates": ["x", "y"], "label": 2},
                 "label: expected the index of one of 2 candidates, got 2",
             ),
+            ("boolq", {"question": "q", "passage": "\ud800", "label": True}, "train.jsonl:1: field 'passage': \\ud800"),
+            ("boolq", {"question": "q", "passage": "p", "label": 1, "answers": [3]}, "train.jsonl:1: field 'answers'"),
+            ("record", passage_with({"start": 0}), "train.jsonl:1: field 'end'"),
+            ("record", passage_with("A"), "train.jsonl:1: field 'start'"),
+            ("record", {**passage_with(), "qas": [{"query": "q", "answers": ["A"]}]}, "train.jsonl:1: field 'text'"),
+            ("record", {**passage_with(), "qas": [{"query": "q", "answers": "A"}]}, "train.jsonl:1: field 'answers'"),
+            (
+                "record",
+                {"passage": "A b", "query": "q", "entities": ["A", None], "answers": ["A"]},
+                "train.jsonl:1: field 'entities'",
+            ),
         ],
     )
-    def test_malformed_rows(self, refusal_of: Callable[..., str], task: str, row: dict[str, Any], message: str):
+    def test_malformed_rows(
+        self,
+        refusal_of: Callable[..., str],
+        prepare_rows: Callable[..., Rows],
+        task: str,
+        row: dict[str, Any],
+        message: str,
+        capsys: pytest.CaptureFixture[str],
+    ):
         assert message in refusal_of(task, train=json.dumps(row), kind="jsonl")
+        assert not prepare_rows(task, "--skip_bad_rows", train=json.dumps(row), kind="jsonl")
+        assert "--train: no row is left" in capsys.readouterr().err
+
+    def test_record_without_answers(self, prepare_rows: Callable[..., Rows]):
+        row = {**passage_with({"start": 0, "end": 0}), "qas": [{"query": "q", "answers": None}]}
+        (result,) = prepare_rows("record", kind="jsonl", test=json.dumps(row))["test"]
+        assert (result["entities"], result["label"]) == ("A", None)
+
+    @pytest.mark.parametrize("word", [-1, 10**12])
+    @pytest.mark.parametrize("task", ["wsc", "wsc_simple"])
+    def test_a_span_at_no_word_is_not_marked(self, prepare_rows: Callable[..., Rows], task: str, word: int):
+        spans = {"span1_text": "Bo", "span1_index": word, "span2_text": "it", "span2_index": word}
+        row = {"text": "Bo sees it", **spans, "label": True, "idx": 0}
+        assert prepare_rows(task, kind="jsonl", val=json.dumps(row))["val"][0]["text"] == "Bo sees it"
 
 
 def test_discoeval(prepare_rows: Callable[..., Rows]):
@@ -419,6 +457,16 @@ def test_csv_has_quotation_marks_and_a_header(prepare_rows: Callable[..., Rows],
     assert "train.csv:2: more or fewer columns than in the header." in refusal_of(
         "cola", kind="csv", train="label,sentence\n1\n"
     )
+
+
+@pytest.mark.parametrize(("kind", "sign"), [("csv", ","), ("tsv", "\t")])
+def test_names_of_columns(prepare_rows: Callable[..., Rows], refusal_of: Callable[..., str], kind: str, sign: str):
+    """A column without a name is not read. Two columns with a name that is read are refused."""
+    names = sign.join(["", "sentence", "label", "x", "x"])
+    (row,) = prepare_rows("sst2", kind=kind, val=f"{names}\n{sign.join('0a1bc')}\n")["val"]
+    assert (row["sentence"], row["label"]) == ("a", "positive")
+    message = refusal_of("cola", kind=kind, val=f"{names}{sign}label\n{sign.join('0a1bc0')}\n")
+    assert f"val.{kind}:1: 2 columns 'label'" in message
 
 
 def test_minus_one_means_unlabelled_only_for_classes(prepare_rows: Callable[..., Rows], tmp_path: Path):
@@ -508,8 +556,8 @@ def test_a_damaged_parquet_file_is_refused(refusal_of: Callable[..., str], tmp_p
     path = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.table({"sentence": ["a"], "label": [1]}), path)
     content = path.read_bytes()
-    for damaged in (content[: len(content) // 2], b""):
-        path.write_bytes(damaged)
+    for remaining in (content[: len(content) // 2], b""):
+        path.write_bytes(remaining)
         assert str(path) in refusal_of("sst2", train=path)
 
 
