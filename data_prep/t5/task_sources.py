@@ -81,8 +81,8 @@ class Source:
     def _require_distinct(self, path: Path, names: Sequence[str]) -> None:
         """Raise DataError if two columns have one name that the task reads."""
         read = {name for column in ("index", *self.task.task.columns, "label") for name in self.names(column)}
-        for name in read:
-            if names.count(name) > 1:
+        for name in names:
+            if name in read and names.count(name) > 1:
                 raise DataError(f"{path}:1: {names.count(name)} columns {name!r}. Rename or remove all but one.")
 
     def _plain(self, path: Path, first: list[str]) -> list[str]:
