@@ -208,7 +208,7 @@ def _write_part(part: Part, options: Options) -> None:
 def _decode_page(row: Row, where: str, pages: Counter[str], replaced_pages: list[str]) -> Row:
     """Return the row with its page as text.
 
-    pages: counts all pages, pages with a guessed charset, and pages with replacement characters.
+    pages: counts all pages, pages with a guessed charset, truncated pages, and pages with replacement characters.
     replaced_pages: places of the first pages with replacement characters.
     """
     page = row.get(page_sources.HTML)
@@ -217,9 +217,10 @@ def _decode_page(row: Row, where: str, pages: Counter[str], replaced_pages: list
         if len(raw.data) > html.LONGEST_PAGE:  # too long for the extractor in any charset: one character per byte
             decoded = charset.Decoded(raw.data.decode("latin-1"), charset.FALLBACK, False)
         else:
-            decoded = charset.decode(*raw)
+            decoded = charset.decode(raw.data, raw.content_type)
         page, row = decoded.text, {**row, page_sources.HTML: decoded.text}
         pages["guessed"] += decoded.is_guess
+        pages["truncated"] += raw.is_truncated
     if isinstance(page, str):
         pages["all"] += 1
         if charset.REPLACEMENT in page:

@@ -400,7 +400,8 @@ def _join(parts: dict[str, list[Part]], request: Request, new: Path) -> dict[str
     if pages:
         command.report(
             f"{pages['all']} pages, "
-            f"{pages['guessed']} with a guessed charset, {pages['replaced']} with replacement characters",
+            f"{pages['guessed']} with a guessed charset, {pages['replaced']} with replacement characters, "
+            f"{pages['truncated']} truncated",
             pages=pages,
         )
     if skipped:

@@ -392,7 +392,7 @@ def test_charsets_of_pages_are_read_and_counted(tmp_path: Path, capsys: pytest.C
         "plain",
         "kap\ufffdtt",
     ]
-    assert manifest(tmp_path)["pages"] == {"all": 6, "guessed": 1, "replaced": 1}
+    assert manifest(tmp_path)["pages"] == {"all": 6, "guessed": 1, "replaced": 1, "truncated": 0}
     assert "6 pages, 1 with a guessed charset, 1 with replacement characters" in capsys.readouterr().out
 
 
@@ -477,6 +477,33 @@ def test_warc_records_are_counted_by_kind(tmp_path: Path, capsys: pytest.Capture
     assert all(f"{count} {name}" in output for name, count in skipped.items())
     assert prepare_warc(tmp_path, records, "--records", "2xx", "4xx", "resource") == 0
     assert [row["text"].split()[0] for row in rows(tmp_path, "train")] == ["one", "two", "not", "resource"]
+
+
+def test_truncated_pages_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """By the crawler, within a gzip stream, within a chunk and between two chunks; the others are complete."""
+    html, chunked = "Content-Type: text/html", "Transfer-Encoding: chunked"
+    body = html_page("".join(f"{i * 7919 % 1009} " for i in range(900)))
+    packed, chunk = gzip.compress(body), b"%x\r\n%s\r\n" % (len(body), body)
+    cut = response(html_page("cut "), html).replace(b"WARC-Type", b"WARC-Truncated: length\r\nWARC-Type")
+    truncated = [
+        cut,
+        response(packed[: len(packed) // 2], html, "Content-Encoding: gzip"),
+        response(chunk[:-900], html, chunked),
+        response(chunk, html, chunked),
+        response(chunk + b"8", html, chunked),
+    ]
+    complete = [
+        response(packed, html, "Content-Encoding: gzip"),
+        response(chunk + b"0\r\n\r\n", html, chunked),
+        response(chunk + b"0\r\n", html, chunked),
+        response(body, html, chunked),
+        response(body, html, "Content-Encoding: gzip"),
+    ]
+    assert prepare_warc(tmp_path, complete) == 0
+    assert manifest(tmp_path)["pages"]["truncated"] == 0
+    assert prepare_warc(tmp_path, [*truncated, *complete]) == 0
+    assert manifest(tmp_path)["pages"]["truncated"] == len(truncated)
+    assert "5 truncated" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("header", [rb"WARC-Target-URI: \S+\r\n", rb"Content-Length: \d+\r\n"])
