@@ -16,7 +16,7 @@ import orjson
 from data_prep import sources
 from data_prep.metadata import charset, description, entities, html, page_sources, text, url
 from src.errors import DataError, UserError
-from src.files import read_json, write_atomic, write_json, writing
+from src.files import encodable, read_json, write_atomic, write_json, writing
 from src.systems.metadata.data.annotations import PREFIX, compact_item, read_row
 
 Row = dict[str, Any]
@@ -156,9 +156,10 @@ def make_part(part: Part, options: Options) -> None:
     try:
         _write_part(part, options)
     except UserError as error:
-        write_atomic(part.failure, str(error))
+        write_atomic(part.failure, encodable(str(error)))
     except Exception as error:  # noqa: BLE001  datatrove would stop the remaining tasks
-        write_atomic(part.failure, f"{part.source}: {type(error).__name__}: {sources.first_line(error)}")
+        text = f"{part.source}: {type(error).__name__}: {sources.first_line(error)}"
+        write_atomic(part.failure, encodable(text))
 
 
 def _write_part(part: Part, options: Options) -> None:

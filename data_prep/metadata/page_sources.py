@@ -40,7 +40,7 @@ def list_files(names: Sequence[str]) -> list[Path]:
     """List the files that names, folders and patterns refer to, sorted within each.
 
     Raises:
-        DataError: a name matches no file, or no file of a readable kind.
+        DataError: a name matches no file, or no file of a readable kind, or a folder or a broken link with such a name.
     """
     files = list[Path]()
     for name in names:
@@ -58,6 +58,9 @@ def list_files(names: Sequence[str]) -> list[Path]:
                 f"{name}: {'no readable file' if paths else 'no such file'}. Expected names that end with "
                 f"{', '.join(KINDS)}."
             )
+        for each in readable:
+            if not each.is_file():
+                raise DataError(f"{each}: not a file. Move it away; name a folder of files as a source of its own.")
         files += readable
     return files
 

@@ -223,6 +223,10 @@ def test_documents_in_both_splits_are_an_error(tmp_path: Path, capsys: pytest.Ca
     [
         (["--train", "none.jsonl"], "none.jsonl: no such file. Expected names that end with .warc, .warc.gz, .parquet"),
         (["--train", "."], ".: no readable file. Expected names that end with .warc"),
+        (["--train", ".."], "dead.jsonl: not a file"),
+        (["--train", "../*.warc"], "folder.warc: not a file"),
+        (["--extract", "entities", "--mentions", "none.tsv"], "--mentions none.tsv: no such file"),
+        (["--extract", "description", "--wiki_index", "none.sqlite"], "--wiki_index none.sqlite: no such file"),
         (["--workers", "0"], "--workers: expected at least 1, got 0"),
         (["--max_errors", "1.5"], "--max_errors: expected a share from 0 to 1, got 1.5"),
         (["--max_replaced", "-1"], "--max_replaced: expected a share from 0 to 1, got -1"),
@@ -244,9 +248,23 @@ def test_mistakes_on_the_command_line(
     write_json(tmp_path / "val.jsonl", [page("two")])
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "notes.txt").touch()
+    (tmp_path / "folder.warc").mkdir()
+    (tmp_path / "dead.jsonl").symlink_to(tmp_path / "none.jsonl")
     monkeypatch.chdir(tmp_path / "empty")
     assert run(tmp_path, "--train", str(tmp_path / "good.jsonl"), "--val", str(tmp_path / "val.jsonl"), *words) == 1
     assert message in capsys.readouterr().err
+
+
+def test_names_of_sources_that_are_not_utf_8(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    train, val = (tmp_path / os.fsdecode(name) for name in (b"\xff.warc", b"\xfe.warc"))
+    write_warc(train, [page("one")])
+    write_warc(val, [page("two")])
+    words = ["--train", str(train), "--val", str(val)]
+    assert run(tmp_path, *words, *EXTRACT) == 0
+    assert manifest(tmp_path)["made_from"]["sources"]["train"][0]["name"] == "\\udcff.warc"
+    train.write_bytes(train.read_bytes()[:-20])
+    assert run(tmp_path, *words, *EXTRACT) == 1
+    assert "\\udcff.warc: record" in capsys.readouterr().err
 
 
 def test_missing_package_is_one_line(
