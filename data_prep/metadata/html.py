@@ -51,6 +51,8 @@ _TAG = re.compile(
     rf"(?is)<!--.*?(?:-->|\Z)|(?P<tag><(?=[a-z])(?:(?P<raw>script|style)(?=[\s/>]))?(?:{_ATTRIBUTE})*+)(?(raw).*?(?:</(?P=raw)|\Z))"
 )
 """A comment or a tag. `script` and `style` include their content, which can look like tags."""
+_END = re.compile(rf"{_TAG.pattern}|(?P<end></(?:body|html)(?:\s[^<>]*)?>)")
+"""What `_TAG` matches, or an end tag of body or html outside of it."""
 _ILLEGAL = re.compile(
     r"(?i)[\x00-\x08\x0b\x0e-\x1f\ufffe\uffff]|"
     r"&#(?:0*(?:[1-8]|11|1[4-9]|2\d|3[01]|6553[45])(?!\d)|x0*(?:[1-8bef]|1[\da-f]|fff[ef])(?![\da-f]));?"
@@ -151,7 +153,7 @@ def _extract(source: str, rules: Sequence[RemovalRule]) -> Page:
 
 
 def _parse(source: str) -> Any:
-    data = _FORM_FEED.sub(" ", _ILLEGAL.sub("", source)).encode("utf-8", "replace")
+    data = _FORM_FEED.sub(" ", _ILLEGAL.sub("", _without_early_ends(source))).encode("utf-8", "replace")
     _check_attributes(source)
     try:
         parser = etree.HTMLParser(remove_comments=True, remove_pis=True, huge_tree=True, encoding="utf-8")
@@ -165,6 +167,16 @@ def _parse(source: str) -> Any:
     if any(entry.type_name == "ERR_RESOURCE_LIMIT" for entry in parser.feed_error_log):
         raise DataError("tags are nested too deep for the parser (2,048 levels).")
     return root
+
+
+def _without_early_ends(source: str) -> str:
+    """The page without end tags of body and html that content follows.
+    Browsers show this content, but the parser drops it, or puts it below html."""
+    ends, stop = [match.span("end") for match in _END.finditer(source) if match["end"]], len(source)
+    while ends and not source[ends[-1][1] : stop].strip():
+        stop = ends.pop()[0]
+    starts = [0, *(end for _, end in ends)]
+    return "".join(source[start:end] for start, end in zip(starts, [*(begin for begin, _ in ends), None], strict=True))
 
 
 def _check_attributes(source: str) -> None:
