@@ -6,6 +6,7 @@ chat template and generation settings, and is a value of a model's `path` like t
 
 import argparse
 import sys
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,18 +25,35 @@ transformers 5.23 ignores them: two line breaks before a number would become two
 def read(path: Path, dtype: str) -> tuple[Any, Any]:
     """Read model and tokenizer of a GGUF file. dtype: name of a type of torch.
 
+    The files next to it are not read. transformers would take the tokenizer of another model from them.
+
     Raises:
-        DataError: the file is damaged, incomplete, an encoder-decoder, or of an architecture that transformers cannot
-            read.
+        DataError: the file is damaged, incomplete, an encoder-decoder, of an architecture that transformers cannot
+            read, or has more tokens than embeddings.
     """
     import torch
-    import transformers
 
-    folder, options = path.parent, {"gguf_file": path.name, "local_files_only": True}
     with files.reading(path, DataError), open(path, "rb") as file:
         magic = file.read(4)
     if magic != b"GGUF":
         raise DataError(f"{path}: not a GGUF file: it starts with {magic!r}, expected b'GGUF'.")
+    with tempfile.TemporaryDirectory() as folder:
+        link = Path(folder, "model.gguf")
+        link.symlink_to(path.resolve())
+        model, tokenizer = _read_alone(link, path)
+    if len(tokenizer) > model.config.vocab_size:
+        sizes = f"{len(tokenizer)} tokens, but {model.config.vocab_size} embeddings"
+        raise DataError(f"{path}: the tokenizer has {sizes}. Use a file whose tokens all have an embedding.")
+    tokenizer.model_max_length = getattr(model.config, "max_position_embeddings", tokenizer.model_max_length)
+    return model.to(getattr(torch, dtype)), _split_digits(tokenizer, _pre_tokenizer(path))
+
+
+def _read_alone(link: Path, path: Path) -> tuple[Any, Any]:
+    """Read model and tokenizer through a link in a folder that has nothing else. path: the file, for messages."""
+    import torch
+    import transformers
+
+    folder, options = link.parent, {"gguf_file": link.name, "local_files_only": True}
     try:
         config = transformers.AutoConfig.from_pretrained(folder, **options)
         if config.is_encoder_decoder:
@@ -59,8 +77,7 @@ def read(path: Path, dtype: str) -> tuple[Any, Any]:
     if report["missing_keys"]:
         missing = ", ".join(sorted(report["missing_keys"])[:3])
         raise DataError(f"{path}: incomplete: {missing} missing. Download it again.")
-    tokenizer.model_max_length = getattr(model.config, "max_position_embeddings", tokenizer.model_max_length)
-    return model.to(getattr(torch, dtype)), _split_digits(tokenizer, _pre_tokenizer(path))
+    return model, tokenizer
 
 
 def _pre_tokenizer(path: Path) -> str | None:

@@ -6,6 +6,7 @@ float32 score, an int32 length, bytes).
 """
 
 import argparse
+import math
 import struct
 import sys
 from collections.abc import Sequence
@@ -41,7 +42,7 @@ def read_tokens(path: Path) -> list[tuple[bytes, float]]:
     Raises:
         DataError: the file is not a vocabulary of llama2.c.
     """
-    content, place, tokens = path.read_bytes(), 4, []
+    content, place, tokens = files.read_bytes(path, DataError), 4, []
     try:
         while place < len(content):
             score, length = struct.unpack_from("<fi", content, place)
@@ -53,8 +54,19 @@ def read_tokens(path: Path) -> list[tuple[bytes, float]]:
         raise DataError(
             f"{path}: token {len(tokens)}: {error}. Expected the tokenizer file of a llama2.c model."
         ) from None
-    if not tokens:
-        raise DataError(f"{path}: contains no token. Expected the tokenizer file of a llama2.c model.")
+    first = len(SPECIAL) + 256
+    if len(tokens) < first:
+        raise DataError(f"{path}: {len(tokens)} tokens, too few: {first} are special or bytes. Use another vocabulary.")
+    ids: dict[bytes, int] = {}
+    for i, (text, score) in enumerate(tokens[first:], first):
+        if ids.setdefault(text, i) != i:
+            raise DataError(f"{path}: token {i}: {text!r} is also token {ids[text]}. Use another vocabulary.")
+        try:
+            text.decode()
+        except UnicodeDecodeError:
+            raise DataError(f"{path}: token {i}: {text!r} is not UTF-8 text. Use another vocabulary.") from None
+        if not math.isfinite(score):
+            raise DataError(f"{path}: token {i}: expected a finite score, got {score}. Use another vocabulary.")
     return tokens
 
 
@@ -97,7 +109,7 @@ def read_model(path: Path) -> Any:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    content = path.read_bytes()
+    content = files.read_bytes(path, DataError)
     if len(content) < HEADER_BYTES:
         raise DataError(
             f"{path}: {len(content)} bytes, too few for a header. Expected the weights of a llama2.c model, version 0."
@@ -134,7 +146,12 @@ def read_model(path: Path) -> Any:
 
 def _shapes(sizes: Sizes, path: Path) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the tensors, in the order of the file."""
-    if min(sizes[:5]) < 1 or not sizes.vocab_size or sizes.max_positions < 1 or sizes.hidden_size % sizes.num_heads:
+    is_possible = min(sizes[:5]) > 0 and sizes.vocab_size and sizes.max_positions > 0
+    if (
+        not is_possible
+        or sizes.hidden_size % (2 * sizes.num_heads)  # adjacent dimensions of a head are rotated together
+        or sizes.num_heads % sizes.num_key_value_heads
+    ):
         raise DataError(
             f"{path}: its header {tuple(sizes)} contains impossible sizes. Expected a llama2.c model, version 0."
         )

@@ -324,7 +324,7 @@ def _place(output: Path, one: ShardSource) -> Path:
     """Path of an index in the folder, without ".idx".
     Tars with the same name in different folders have different paths."""
     name = re.sub(r"[^\w.-]", "_", "pipe" if one.url.startswith(PIPE) else one.url.rpartition("/")[2])[-100:]
-    return output / f"{name}-{hashlib.sha256(one.url.encode()).hexdigest()[:16]}"
+    return output / f"{name}-{hashlib.sha256(os.fsencode(one.url)).hexdigest()[:16]}"
 
 
 def _set_environment(environment: dict[str, str]) -> None:

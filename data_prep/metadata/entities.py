@@ -55,14 +55,19 @@ def read_linker(path: str) -> DictionaryLinker:
     """Load a linker from a file with a mention, a tab and a title on each line. Cached per process.
 
     Raises:
-        DataError: the file is unreadable, or a line has another form.
+        DataError: the file is unreadable, or a line has another form or is not UTF-8.
     """
     titles = dict[str, str]()
-    with reading(Path(path), DataError), open(path, encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            mention, tab, title = line.rstrip("\n").partition("\t")
+    with reading(Path(path), DataError), open(path, "rb") as file:
+        for number, raw in enumerate(file, 1):
+            try:
+                line = raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+            except UnicodeDecodeError as bad:
+                problem = f"{bad.reason} at byte {bad.start} of the line"
+                raise DataError(f"{path}:{number}: not UTF-8 text: {problem}. Convert the file to UTF-8.") from None
+            mention, tab, title = line.partition("\t")
             if not tab or not mention or not title:
-                raise DataError(f"{path}:{number}: expected a mention, a tab and a title, got {line.rstrip()!r}.")
+                raise DataError(f"{path}:{number}: expected a mention, a tab and a title, got {line!r}.")
             titles[mention] = title
     return DictionaryLinker(titles)
 

@@ -16,7 +16,7 @@ import orjson
 from data_prep import sources
 from data_prep.metadata import charset, description, entities, html, page_sources, text, url
 from src.errors import DataError, UserError
-from src.files import read_json, write_atomic, write_json, writing
+from src.files import encodable, read_json, write_atomic, write_json, writing
 from src.systems.metadata.data.annotations import PREFIX, compact_item, read_row
 
 Row = dict[str, Any]
@@ -156,9 +156,10 @@ def make_part(part: Part, options: Options) -> None:
     try:
         _write_part(part, options)
     except UserError as error:
-        write_atomic(part.failure, str(error))
+        write_atomic(part.failure, encodable(str(error)))
     except Exception as error:  # noqa: BLE001  datatrove would stop the remaining tasks
-        write_atomic(part.failure, f"{part.source}: {type(error).__name__}: {sources.first_line(error)}")
+        text = f"{part.source}: {type(error).__name__}: {sources.first_line(error)}"
+        write_atomic(part.failure, encodable(text))
 
 
 def _write_part(part: Part, options: Options) -> None:
@@ -208,7 +209,7 @@ def _write_part(part: Part, options: Options) -> None:
 def _decode_page(row: Row, where: str, pages: Counter[str], replaced_pages: list[str]) -> Row:
     """Return the row with its page as text.
 
-    pages: counts all pages, pages with a guessed charset, and pages with replacement characters.
+    pages: counts all pages, pages with a guessed charset, truncated pages, and pages with replacement characters.
     replaced_pages: places of the first pages with replacement characters.
     """
     page = row.get(page_sources.HTML)
@@ -217,9 +218,10 @@ def _decode_page(row: Row, where: str, pages: Counter[str], replaced_pages: list
         if len(raw.data) > html.LONGEST_PAGE:  # too long for the extractor in any charset: one character per byte
             decoded = charset.Decoded(raw.data.decode("latin-1"), charset.FALLBACK, False)
         else:
-            decoded = charset.decode(*raw)
+            decoded = charset.decode(raw.data, raw.content_type)
         page, row = decoded.text, {**row, page_sources.HTML: decoded.text}
         pages["guessed"] += decoded.is_guess
+        pages["truncated"] += raw.is_truncated
     if isinstance(page, str):
         pages["all"] += 1
         if charset.REPLACEMENT in page:

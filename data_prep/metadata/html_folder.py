@@ -2,18 +2,20 @@
 
 python -m data_prep.metadata.html_folder FOLDER --url https://docs.example.org/ --train train.jsonl --val val.jsonl
 
-A line has the page and its address: --url and the path below FOLDER. A digest of the path selects one page of five for
-validation. Links to the same file and pages of other kinds are skipped.
+A line has the page and its address: --url and the path below FOLDER, percent-encoded. A digest of the path selects one
+page of five for validation. Links to the same file and pages of other kinds are skipped.
 """
 
 import argparse
 import hashlib
 import json
+import os
 import sys
 from pathlib import Path
+from urllib.parse import quote
 
 from data_prep import command
-from src.errors import DataError
+from src.errors import ConfigError, DataError
 from src.files import read_bytes, write_atomic
 
 COMMAND = "python -m data_prep.metadata.html_folder"
@@ -30,22 +32,25 @@ def collect(folder: Path, url: str, train: Path, val: Path) -> None:
     """Write the pages below `folder` to the files `train` and `val`.
 
     Raises:
+        ConfigError: `train` and `val` are one file.
         DataError: no page is there, one cannot be read, or one is not UTF-8.
         RunError: the disk refuses.
     """
+    if train.resolve() == val.resolve():
+        raise ConfigError(f"--val {val}: the same file as --train. Name another file.")
     candidates = (path for path in folder.rglob("*.*") if path.suffix in (".html", ".htm"))
     pages = sorted(path for path in candidates if path.is_file() and not path.is_symlink())
     if not pages:
         raise DataError(f"{folder}: no file below it ends with .html.")
     lines: dict[Path, list[str]] = {train: [], val: []}
     for path in pages:
-        name = path.relative_to(folder).as_posix()
+        name = os.fsencode(path.relative_to(folder).as_posix())
         try:
             html = read_bytes(path, DataError).decode()
         except UnicodeDecodeError as error:
             raise DataError(f"{path}: not UTF-8 at byte {error.start}. Convert it, or move it away.") from None
-        is_val = hashlib.sha256(name.encode()).digest()[0] % 5 == 0
-        lines[val if is_val else train].append(json.dumps({"url": url + name, "doc_html": html}) + "\n")
+        is_val = hashlib.sha256(name).digest()[0] % 5 == 0
+        lines[val if is_val else train].append(json.dumps({"url": url + quote(name), "doc_html": html}) + "\n")
     for target, rows in lines.items():
         write_atomic(target, "".join(rows))
     for target, rows in lines.items():

@@ -32,13 +32,15 @@ class RawPage(NamedTuple):
     data: bytes
     content_type: str
     """Value of the HTTP header."""
+    is_truncated: bool = False
+    """Whether the crawler or the server stopped before its end."""
 
 
 def list_files(names: Sequence[str]) -> list[Path]:
     """List the files that names, folders and patterns refer to, sorted within each.
 
     Raises:
-        DataError: a name matches no file, or no file of a readable kind.
+        DataError: a name matches no file, or no file of a readable kind, or a folder or a broken link with such a name.
     """
     files = list[Path]()
     for name in names:
@@ -56,6 +58,9 @@ def list_files(names: Sequence[str]) -> list[Path]:
                 f"{name}: {'no readable file' if paths else 'no such file'}. Expected names that end with "
                 f"{', '.join(KINDS)}."
             )
+        for each in readable:
+            if not each.is_file():
+                raise DataError(f"{each}: not a file. Move it away; name a folder of files as a source of its own.")
         files += readable
     return files
 
@@ -95,15 +100,15 @@ def _warc_pages(path: Path, counts: Counter[str], kinds: Collection[str]) -> Ite
                     raise ArchiveLoadFailed("it has no Content-Length")
                 _normalise_codings(record)
                 reason = _reason_to_skip(record, kinds)
-                page = None if reason else record.content_stream().read(LONGEST_PAGE + 1)
-                if page is not None and (reason := _undecodable(record, page)):
+                page = None if reason else _read_page(record)
+                if page is not None and (reason := _undecodable(record, page.data)):
                     page = None
                 if page is None:
                     counts[reason] += 1
                 else:
                     yield (
                         f"{path}: record {number}",
-                        {"url": record.rec_headers.get_header("WARC-Target-URI"), HTML: RawPage(page, _type(record))},
+                        {"url": record.rec_headers.get_header("WARC-Target-URI"), HTML: page},
                     )
                 while record.raw_stream.read(1 << 20):
                     pass
@@ -118,6 +123,20 @@ def _warc_pages(path: Path, counts: Counter[str], kinds: Collection[str]) -> Ite
         raise DataError(
             f"{path}: record {max(number, 1)} or the next: truncated or damaged ({why}). Download it again."
         ) from None
+
+
+def _read_page(record: Any) -> RawPage:
+    stream, chunks = record.content_stream(), None
+    if hasattr(stream, "all_chunks_read"):
+        stream.stream = chunks = _Chunks(stream.stream)
+    data = stream.read(LONGEST_PAGE + 1)
+    is_truncated = bool(record.rec_headers.get_header("WARC-Truncated"))
+    if len(data) <= LONGEST_PAGE:  # it was read to its end
+        is_truncated |= chunks is not None and (chunks.is_cut or (stream.all_chunks_read and not chunks.last))
+        decompressor = getattr(stream, "decompressor", None)
+        finished = getattr(decompressor, "is_finished", None)  # of brotli; the others have `eof`
+        is_truncated |= not (finished() if finished else getattr(decompressor, "eof", True))
+    return RawPage(data, _type(record), is_truncated)
 
 
 def _type(record: Any) -> str:
@@ -162,6 +181,27 @@ def _undecodable(record: Any, page: bytes) -> str:
     if encoding in ("", "identity", *BufferedReader.get_supported_decompressors()) or page.lstrip()[:1] == b"<":
         return ""
     return f"response with content encoding {encoding}"
+
+
+class _Chunks:
+    """Body of a response in chunks."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self._lines = stream, 0
+        self.is_cut = False
+        """Whether it ended where the length of a chunk was expected."""
+        self.last = b""
+        """What was read last. It is empty at the end of the body."""
+
+    def read(self, size: int) -> bytes:
+        self.last = self._stream.read(size)
+        return self.last
+
+    def readline(self, size: int) -> bytes:
+        line = self._stream.readline(size)
+        self.is_cut |= self._lines > 0 and not line.endswith(b"\n")  # the first line of a body without chunks is text
+        self._lines += 1
+        return line
 
 
 class _Gzip:

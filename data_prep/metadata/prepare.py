@@ -30,7 +30,7 @@ from data_prep.metadata import charset, description, entities, extraction, html,
 from data_prep.metadata.extraction import EXTRACTORS, Options, Part
 from src.data import jsonl
 from src.errors import ConfigError, DataError
-from src.files import ROOT, reading, sample_digest
+from src.files import ROOT, encodable, reading, sample_digest
 from src.support.command_line import require_at_least
 
 log = logging.getLogger(__name__)
@@ -164,11 +164,11 @@ def prepare(data_path: Path, request: Request) -> None:
         "val": held_out,
     }
     assert not held_out_paths & {path.resolve() for path in splits["train"]}, "the validation files were subtracted"
-    facts = {
-        path: {"name": path.name, "bytes": path.stat().st_size, "sample": sample_digest(path)}
-        for split_files in splits.values()
-        for path in split_files
-    }
+    facts = dict[Path, dict[str, Any]]()
+    for path in (path for split_files in splits.values() for path in split_files):
+        with reading(path, DataError):
+            sample, size = sample_digest(path), path.stat().st_size
+        facts[path] = {"name": encodable(path.name), "bytes": size, "sample": sample}
     sources.require_distinct(
         (f"--{split} {path}", facts[path]) for split, split_files in splits.items() for path in split_files
     )
@@ -228,6 +228,8 @@ def _options(request: Request) -> tuple[Options, dict[str, str]]:
         if (extractor in options.extract) != (path is not None):
             raise ConfigError(f"--{field}: belongs to --extract {extractor}. Set both or neither.")
         if path:
+            if not path.exists():
+                raise DataError(f"--{field} {path}: no such file.")
             with reading(path, DataError):
                 required_files[field] = sample_digest(path)
             options = replace(options, **{field: str(path.resolve())})
@@ -400,7 +402,8 @@ def _join(parts: dict[str, list[Part]], request: Request, new: Path) -> dict[str
     if pages:
         command.report(
             f"{pages['all']} pages, "
-            f"{pages['guessed']} with a guessed charset, {pages['replaced']} with replacement characters",
+            f"{pages['guessed']} with a guessed charset, {pages['replaced']} with replacement characters, "
+            f"{pages['truncated']} truncated",
             pages=pages,
         )
     if skipped:

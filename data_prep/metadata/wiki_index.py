@@ -17,7 +17,7 @@ from lxml import etree  # pyright: ignore[reportAttributeAccessIssue]  a compile
 
 from data_prep import command
 from data_prep.metadata.page_sources import PACKAGES
-from src.errors import DataError
+from src.errors import DataError, RunError
 from src.files import reading, writing
 
 COMMAND = "python -m data_prep.metadata.wiki_index"
@@ -46,11 +46,14 @@ def make_index(dump: Path, output: Path) -> None:
 
     Raises:
         DataError: the dump is damaged or is not a dump, or a package that reads wikitext is missing.
+        RunError: the disk refuses, or `output` is a folder.
     """
     temporary = output.with_name(f".{output.name}.{os.getpid()}")
     counts = {"paragraphs": 0, "redirects": 0}
     if not output.parent.is_dir():
         raise DataError(f"--output {output}: the folder {output.parent} does not exist. Create it.")
+    if output.is_dir():
+        raise RunError(f"--output {output}: a folder. Name a new file.")
     try:
         with writing(output), sqlite3.connect(temporary) as database:
             database.executescript(_TABLES)
@@ -66,7 +69,10 @@ def make_index(dump: Path, output: Path) -> None:
         database.close()
         if not counts["paragraphs"]:
             raise DataError(f"{dump}: contains no article. Expected an XML export of MediaWiki.")
-        os.replace(temporary, output)
+        with writing(output):
+            os.replace(temporary, output)
+    except sqlite3.OperationalError as error:
+        raise RunError(f"{output}: cannot write: {error}. Make room or choose another folder.") from None
     finally:
         temporary.unlink(missing_ok=True)
     text = f"{output}: {counts['paragraphs']} paragraphs, {counts['redirects']} redirects"
@@ -83,9 +89,11 @@ def read_pages(dump: Path) -> Iterator[Page]:
         with reading(dump, DataError), (bz2.open if dump.suffix == ".bz2" else open)(dump, "rb") as file:
             for _, element in etree.iterparse(file, tag="{*}page", huge_tree=True):
                 if element.findtext("{*}ns", "0") == "0":
+                    if not (title := element.findtext("{*}title")):
+                        raise DataError(f"{dump}:{element.sourceline}: a page without a title. Download it again.")
                     redirect = element.find("{*}redirect")
                     text = element.findtext("{*}revision/{*}text") or ""
-                    yield Page(element.findtext("{*}title"), None if redirect is None else redirect.get("title"), text)
+                    yield Page(title, None if redirect is None else redirect.get("title"), text)
                 element.clear()
                 while element.getprevious() is not None:
                     del element.getparent()[0]

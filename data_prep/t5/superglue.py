@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from src.data.jsonl import check_type
 from src.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -53,18 +54,25 @@ def record(record: Record, split: str, where: str) -> Iterator[Record]:
     passage = record.get("passage")
     if isinstance(passage, str):
         entities = _get(record, "entities", list, where)
-        questions = [(_get(record, "query", str, where), _get(record, "answers", list, where), record.get("idx"))]
+        answers = _get(record, "answers", list, where)
+        questions = [(_get(record, "query", str, where), answers, record.get("idx"))]
         text = passage
     else:
         passage = _get(record, "passage", dict, where)
         text = _get(passage, "text", str, where)
-        entities = [text[entity["start"] : entity["end"] + 1] for entity in _get(passage, "entities", list, where)]
-        questions = [
-            (_get(qa, "query", str, where), [answer["text"] for answer in qa.get("answers", [])], qa.get("idx", number))
-            for number, qa in enumerate(_get(record, "qas", list, where))
+        entities = [
+            text[_get(entity, "start", int, where) : _get(entity, "end", int, where) + 1]
+            for entity in _get(passage, "entities", list, where)
         ]
+        questions = []
+        for number, qa in enumerate(_get(record, "qas", list, where)):
+            query = _get(qa, "query", str, where)
+            answers = [] if qa.get("answers") is None else _get(qa, "answers", list, where)
+            questions.append((query, [_get(answer, "text", str, where) for answer in answers], qa.get("idx", number)))
     text = _HIGHLIGHT_AFTER_A_STOP.sub(r"\1 ", text).replace("\n@highlight\n", ". ")
     for query, answers, numbers in questions:
+        check_type(entities, list[str], f"{where}: field 'entities'")
+        check_type(answers, list[str], f"{where}: field 'answers'")
         index = numbers.get("query") if isinstance(numbers, dict) else numbers
         columns = {"query": query, "entities": ", ".join(sorted(set(entities))), "passage": text}
         answers = sorted(set(answers))
@@ -107,7 +115,7 @@ def wsc_simple(record: Record, split: str, where: str) -> Iterator[Record]:
     words = text.split(" ")
     # In one row of the release, the index is that of the previous word.
     places = [
-        place for place in (pronoun_at, pronoun_at + 1) if place < len(words) and words[place].startswith(pronoun)
+        place for place in (pronoun_at, pronoun_at + 1) if 0 <= place < len(words) and words[place].startswith(pronoun)
     ]
     if places:
         words[places[0]] = f"*{pronoun}*{words[places[0]].removeprefix(pronoun)}"
@@ -131,7 +139,7 @@ def _fitted_span(text: str, span: str, word: int) -> str:
     """`span` as it is written in `text`.
     Some spans of the release have another case, a full stop or line ends (wsc.fixed of TFDS)."""
     words = text.split()
-    if span in text or not span or word >= len(words):
+    if span in text or not span or not 0 <= word < len(words):
         return span
     first = span[0].lower() if words[word][0].islower() else span[0].upper()
     candidate = f"{first}{span[1:]}".rstrip(".").replace("\n", " ")
@@ -140,8 +148,8 @@ def _fitted_span(text: str, span: str, word: int) -> str:
 
 def _mark_span(text: str, span: str, word: int, mark: str, where: str) -> str:
     """Put marks around `span` if it starts at word `word`; else return `text` unchanged."""
-    match = re.match(rf"((?:\S+\s){{{word}}}){re.escape(span)}", text)
-    if match is None:
+    match = 0 <= word < len(text) and re.match(rf"((?:\S+\s){{{word}}}){re.escape(span)}", text)
+    if not match:
         log.warning("%s: %r is not at word %d of %r; it is not marked.", where, span, word, text[:80])
         return text
     return f"{match[1]}{mark} {span} {mark}{text[match.end() :]}"

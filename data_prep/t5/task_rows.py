@@ -5,8 +5,9 @@ from typing import Any
 
 from data_prep.t5.superglue import FORMS
 from data_prep.t5.task_sources import Record, Source
+from src.data.jsonl import check_type
 from src.errors import DataError
-from src.systems.t5.tasks.dataset import require_number
+from src.systems.t5.tasks.dataset import OPTIONAL, require_number
 
 Row = dict[str, Any]
 
@@ -56,6 +57,9 @@ def _row(record: Record, source: Source, where: str) -> Row:
         new_row["answers"] = record["answers"]
     if isinstance(record.get("group"), str):
         new_row["group"] = record["group"]
+    for name, value in new_row.items():
+        if value is not None:
+            check_type(value, OPTIONAL.get(name, str), f"{where}: field {name!r}")
     return new_row
 
 

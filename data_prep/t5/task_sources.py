@@ -2,12 +2,12 @@
 
 import csv
 import io
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from data_prep import sources
-from data_prep.crossattn.qa_releases import json_stream
 from src.errors import DataError
 from src.files import reading
 from src.systems.t5.tasks import task_table
@@ -45,18 +45,13 @@ class Source:
             DataError: the source is damaged, or does not have the columns of the task; the message has the place.
         """
         path = Path(self.source)
-        if self._rows is not None:
-            yield from self._read_datasets(self._rows)
-        elif path.suffix in (".tsv", ".txt"):
+        suffix = path.suffix if self._rows is None else ""
+        if suffix in (".tsv", ".txt"):
             yield from self._read_lines(path)
-        elif path.suffix == ".csv":
+        elif suffix == ".csv":
             yield from self._read_csv(path)
-        elif path.suffix == ".parquet":
-            import datasets
-
-            yield from self._read_datasets(datasets.Dataset.from_parquet(str(path), keep_in_memory=True))
         else:
-            yield from json_stream.records(path)
+            yield from self._name_classes(sources.read_rows(self.source, self._rows))
 
     def _read_lines(self, path: Path) -> Iterator[tuple[str, Record]]:
         """Read tab-separated columns. Quotation marks are plain text, as in all files of GLUE."""
@@ -68,16 +63,27 @@ class Source:
         head = lines[0].split("\t")
         header = all(any(name in head for name in self.names(column)) for column in self.task.task.columns)
         names = head if header else self._plain(path, head)
+        self._require_distinct(path, names)
         for number, line in enumerate(lines[header:], 1 + header):
             values = line.split("\t")
             if len(values) != len(names):
                 yield f"{path}:{number}", {"": f"{len(values)} columns, where the first line has {len(names)}."}
                 continue
-            yield f"{path}:{number}", {name: value for name, value in zip(names, values, strict=True) if name != "_"}
+            yield (
+                f"{path}:{number}",
+                {name: value for name, value in zip(names, values, strict=True) if name not in ("", "_")},
+            )
 
     def names(self, column: str) -> list[str]:
         """Names of `column` in releases."""
         return [*OTHER_NAMES.get(column, [column]), *self.task.task.names.get(column, [])]
+
+    def _require_distinct(self, path: Path, names: Sequence[str]) -> None:
+        """Raise DataError if two columns have one name that the task reads."""
+        read = {name for column in ("index", *self.task.task.columns, "label") for name in self.names(column)}
+        for name in names:
+            if name in read and names.count(name) > 1:
+                raise DataError(f"{path}:1: {names.count(name)} columns {name!r}. Rename or remove all but one.")
 
     def _plain(self, path: Path, first: list[str]) -> list[str]:
         for names in self.task.task.plain:
@@ -94,30 +100,48 @@ class Source:
         )
 
     def _read_csv(self, path: Path) -> Iterator[tuple[str, Record]]:
-        reader = csv.DictReader(io.StringIO(_text(path), newline=""), restkey="", strict=True)
+        reader = csv.DictReader(io.StringIO(_text(path), newline=""), strict=True)
         try:
+            self._require_distinct(path, reader.fieldnames or [])
             for record in reader:
-                extra = "" in record or None in record.values()
-                yield (
-                    f"{path}:{reader.line_num}",
-                    {"": "more or fewer columns than in the header. Correct the line."} if extra else record,
-                )
+                if None in record or None in record.values():
+                    record = {"": "more or fewer columns than in the header. Correct the line."}
+                else:
+                    record.pop("", None)  # numbers of rows, without a name in the header
+                yield f"{path}:{reader.line_num}", record
         except csv.Error as error:
             raise DataError(f"{path}:{reader.line_num}: malformed CSV ({error}). Correct the line.") from None
 
-    def _read_datasets(self, rows: Any) -> Iterator[tuple[str, Record]]:
+    def _name_classes(self, rows: Iterator[tuple[str, Record]]) -> Iterator[tuple[str, Record]]:
         """Replace class numbers by class names, if the names are those of the task."""
+        classes: dict[str, list[str]] | None = None
+        for where, row in rows:
+            if classes is None:
+                classes = self._classes()
+            numbers = {name: row[name] for name in classes if type(row.get(name)) is int and row[name] >= 0}
+            wrong = next((name for name, number in numbers.items() if number >= len(classes[name])), None)
+            if wrong is not None:
+                problem = f"{wrong!r}: expected the number of one of {len(classes[wrong])} classes, got {row[wrong]}."
+                yield where, {"": problem}
+                continue
+            yield where, {**row, **{name: classes[name][number] for name, number in numbers.items()}}
+
+    def _classes(self) -> dict[str, list[str]]:
+        """{column: names of its classes}, as `datasets` saved them with the source."""
+        features: dict[str, Any] = {}
+        if self._rows is not None:
+            features = self._rows.features.to_dict()
+        elif self.source.endswith(".parquet"):
+            from pyarrow.parquet import read_schema
+
+            saved = (read_schema(self.source).metadata or {}).get(b"huggingface", b"{}")
+            features = json.loads(saved).get("info", {}).get("features", {})
         classes = {
-            name: feature.names for name, feature in rows.features.items() if type(feature).__name__ == "ClassLabel"
+            name: feature["names"]
+            for name, feature in features.items()
+            if isinstance(feature, dict) and feature.get("_type") == "ClassLabel"
         }
-        classes = {name: texts for name, texts in classes.items() if set(texts) <= set(self.task.task.labels)}
-        for number, row in enumerate(rows, 1):
-            columns_by_name = {
-                name: texts[row[name]]
-                for name, texts in classes.items()
-                if (row[name] or 0) >= 0 and row[name] is not None
-            }
-            yield f"{self.source}: row {number}", {**row, **columns_by_name}
+        return {name: texts for name, texts in classes.items() if set(texts) <= set(self.task.task.labels)}
 
 
 def _text(path: Path) -> str:

@@ -5,7 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BertConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from data_prep import gguf
 
@@ -86,7 +95,7 @@ def write(
     writer.add_head_count_kv(SIZES.num_key_value_heads or 0)
     writer.add_rope_freq_base(10000.0)
     writer.add_layer_norm_rms_eps(SIZES.rms_norm_eps)
-    writer.add_vocab_size(len(tokens))
+    writer.add_vocab_size(len(tensors["token_embd.weight"]))
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
@@ -139,6 +148,17 @@ def test_text_is_split_as_the_file_says(tmp_path: Path, pre: str, expected: list
     assert [tokenizer.decode([i]) for i in tokenizer("x\n\n12 a")["input_ids"]] == expected
 
 
+def test_files_of_another_model_in_the_folder_are_not_read(tmp_path: Path):
+    other = tmp_path / "other"
+    BertConfig(vocab_size=5).save_pretrained(other)
+    tokenizer = Tokenizer(WordLevel({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(other)
+    code, folder = convert(write(other / "tiny.gguf", gguf_tensors(random_model())))
+    assert code == 0
+    assert len(AutoTokenizer.from_pretrained(folder)) == SIZES.vocab_size
+    assert AutoModelForCausalLM.from_pretrained(folder).config.model_type == "llama"
+
+
 def test_the_same_file_is_converted_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = write(tmp_path / "tiny.gguf", gguf_tensors(random_model()))
     _, folder = convert(path)
@@ -155,6 +175,8 @@ def _damage(tensors: dict[str, torch.Tensor], case: str, path: Path) -> Path:
         return write(path, tensors, architecture=case)
     if case == "missing tensor":
         del tensors["blk.1.ffn_up.weight"]
+    if case == "few embeddings":
+        tensors["token_embd.weight"] = tensors["token_embd.weight"][:261].contiguous()
     write(path, tensors)
     content = path.read_bytes()
     if case == "truncated":
@@ -176,6 +198,7 @@ def _damage(tensors: dict[str, torch.Tensor], case: str, path: Path) -> Path:
         ("mystery", "mystery"),
         ("t5", "encoder-decoder"),
         ("missing tensor", "model.layers.1.mlp.up_proj.weight"),
+        ("few embeddings", "261"),
         ("truncated", ""),
         ("truncated header", ""),
         ("empty", "b''"),

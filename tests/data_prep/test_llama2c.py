@@ -47,6 +47,10 @@ def write(folder: Path, sizes: tuple[int, ...] = SIZES, tail: bytes = b"") -> tu
     return [str(folder / "Tiny.bin"), str(folder / "tok.bin"), "--data_path", str(folder)], weights
 
 
+def add_token(path: Path, text: bytes, score: float = 0.0) -> None:
+    path.write_bytes(path.read_bytes() + struct.pack("<fi", score, len(text)) + text)
+
+
 def rotate(x: torch.Tensor, position: int) -> torch.Tensor:
     """run.c: neighbours (x[i], x[i + 1]) of a head turned by position * 10000^(-i / width)."""
     out = x.clone()
@@ -112,13 +116,25 @@ def test_logits_are_those_of_its_own_arithmetic(tmp_path: Path):
             r"\(8, 12, 2, 3, 2, 262, 16\)",
         ),
         (
+            lambda path: path.write_bytes(struct.pack("<7i", 12, 12, 2, 4, 2, 262, 16)),
+            r"Tiny.bin: .*\(12, 12, 2, 4, 2, 262, 16\)",
+        ),
+        (
+            lambda path: path.write_bytes(struct.pack("<7i", 8, 12, 2, 2, 4, 262, 16)),
+            r"Tiny.bin: .*\(8, 12, 2, 2, 4, 262, 16\)",
+        ),
+        (lambda path: add_token(path.with_name("tok.bin"), b"\xff"), r"tok.bin: token 262: b'\\xff' is not UTF-8"),
+        (lambda path: add_token(path.with_name("tok.bin"), b"a"), r"tok.bin: token 262: b'a' is also token 260"),
+        (lambda path: add_token(path.with_name("tok.bin"), b"b", math.nan), r"tok.bin: token 262: .*got nan"),
+        (
             lambda path: path.with_name("tok.bin").write_bytes(b"\0" * 14),
             r"tok.bin: token 1: .*Expected the tokenizer file",
         ),
         (
             lambda path: path.with_name("tok.bin").write_bytes(struct.pack("<ifi", 1, 0.0, 1) + b"x"),
-            r"tok.bin: 1 tokens, but the model has 262",
+            r"tok.bin: 1 tokens, too few",
         ),
+        (lambda path: add_token(path.with_name("tok.bin"), b"b"), r"tok.bin: 263 tokens, but the model has 262"),
         (lambda path: path.unlink(), r"Tiny.bin: no such file"),
     ],
 )

@@ -115,7 +115,8 @@ def _annotation(record: Record, document: _Document) -> _Annotation:
     long = record.require("long_answer", dict)
     short = record.get("short_answers") or []
     if isinstance(short, dict):  # one list per field, as in rows of the hub
-        starts, ends = short.get("start_token") or [], short.get("end_token") or []
+        columns = Record(short, f"{record.where}: field 'short_answers'")
+        starts, ends = (columns.optional(name, list[int], []) for name in ("start_token", "end_token"))
         short = [{"start_token": start, "end_token": end} for start, end in zip(starts, ends, strict=False)]
     else:
         short = record.optional("short_answers", list[dict], [])
@@ -138,4 +139,8 @@ def _title(record: Record) -> str:
     if record.get("document_title"):
         return record.require("document_title", str)
     address = record.get("document_url") or ""
-    return parse_qs(urlsplit(str(address).replace("&amp;", "&")).query).get("title", [""])[0].replace("_", " ")
+    try:
+        query = urlsplit(str(address).replace("&amp;", "&")).query
+    except ValueError:  # such as brackets without an address
+        return ""
+    return parse_qs(query).get("title", [""])[0].replace("_", " ")

@@ -265,6 +265,7 @@ def test_the_title_of_a_page_comes_from_its_address():
         ("https://x/?oldid=1&amp;title=Ann_B", "Ann B"),
         ("https://x/?title=A%26B_%28C%29&oldid=1", "A&B (C)"),
         ("", ""),
+        ("http://[x", ""),
     ):
         assert one(changed(NQ, document_url=address)).passages[0].title == title
 
@@ -443,6 +444,13 @@ def in_squad(**fields):
         (
             with_annotations(((3, None), [], "NONE")),
             "here: long answer: expected a span within 14 tokens, got 3 to None.",
+        ),
+        (
+            changed(
+                NQ_HUB,
+                annotations={**NQ_HUB["annotations"], "short_answers": [{"start_token": 5, "end_token": 6}]},
+            ),
+            "here: field 'annotations': field 'short_answers': field 'start_token': expected list, got 5",
         ),
         (
             with_annotations(((3, 10), [], ["YES"])),

@@ -37,6 +37,14 @@ def test_tars_are_indexed_once(processes: str, tmp_path: Path, capsys: pytest.Ca
     assert tar_index.load(tmp_path / "a.tar").facts["verified"]
 
 
+def test_names_of_tars_that_are_not_utf_8(tmp_path: Path):
+    path = tmp_path / os.fsdecode(b"\xff.tar")
+    path.write_bytes(WHOLE)
+    assert index.main([str(path), "--output", str(tmp_path / "listed")]) == 0
+    (shard,) = manifest.load(tmp_path / "listed").shards
+    assert shard.url == str(path)
+
+
 def test_a_killed_process_is_reported_and_finished_indexes_remain(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "a.tar").write_bytes(WHOLE)
     words = [str(tmp_path / "a.tar"), "pipe:kill -9 $PPID", "--processes", "2", "--output", str(tmp_path / "listed")]

@@ -1,6 +1,9 @@
 """What a dump of Wikipedia says of a website, from the dump to the column."""
 
 import bz2
+import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +11,7 @@ import pytest
 from data_prep.metadata import description, wiki_index
 from data_prep.metadata.description import Descriptions, clean_descriptions, extract, first_sentence
 from src.errors import DataError
+from tests.conftest import ROOT
 
 LEAD = """{{Infobox broadcaster|name=BBC|logo=[[File:b.svg]]}}
 [[File:House.jpg|thumb|The [[Broadcasting House|house]] in 2019]]
@@ -142,3 +146,29 @@ def test_invalid_dumps_and_indexes_are_errors(tmp_path: Path, capsys: pytest.Cap
     assert not list(tmp_path.glob("*.sqlite*"))
     with pytest.raises(DataError, match="not an index of Wikipedia"):
         Descriptions(tmp_path / "cut.xml")
+
+
+def test_pages_without_a_title_and_folders_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path, output = tmp_path / "dump.xml", tmp_path / "wiki.sqlite"
+    for page in ("<page><revision><text>a</text></revision></page>", '<page><redirect title="x"/></page>'):
+        path.write_text(f"<mediawiki>\n{page}</mediawiki>")
+        assert wiki_index.main([str(path), "--output", str(output)]) == 1
+        assert f"{path}:2: a page without a title" in capsys.readouterr().err
+        assert not list(tmp_path.glob("*.sqlite*"))
+    path.write_text(dump())
+    assert wiki_index.main([str(path), "--output", str(tmp_path)]) == 1
+    assert f"--output {tmp_path}" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path):
+    """A limit of 4 KiB for new files stands for it."""
+    path, output = tmp_path / "dump.xml", tmp_path / "wiki.sqlite"
+    path.write_text(dump())
+    command = [sys.executable, "-m", "data_prep.metadata.wiki_index", str(path), "--output", str(output)]
+    limits = (resource.RLIMIT_FSIZE, (4096, 4096))
+    result = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, preexec_fn=lambda: resource.setrlimit(*limits)
+    )
+    assert result.returncode == 1
+    assert result.stderr.startswith(f"error: {output}: cannot write: ")
+    assert [each.name for each in tmp_path.iterdir()] == ["dump.xml"]

@@ -49,3 +49,12 @@ def test_a_dictionary_is_a_table(tmp_path: Path):
     (tmp_path / "bad.tsv").write_text("Rick\tRick Sanchez\nMorty\n")
     with pytest.raises(DataError, match=r"bad\.tsv:2: expected a mention, a tab and a title, got 'Morty'"):
         read_linker(str(tmp_path / "bad.tsv"))
+
+
+def test_a_dictionary_is_utf_8(tmp_path: Path):
+    (tmp_path / "good.tsv").write_bytes("\ufeffRick\tRick Sanchez\r\nMorty\tMorty Smith\r\n".encode())
+    items = read_linker(str(tmp_path / "good.tsv")).link("Rick said to Morty")
+    assert [item["value"] for item in items] == ["Rick_Sanchez", "Morty_Smith"]
+    (tmp_path / "bad.tsv").write_bytes(b"Rick\tRick Sanchez\nM\xff\tx\n")
+    with pytest.raises(DataError, match=r"bad\.tsv:2: .*invalid start byte at byte 1"):
+        read_linker(str(tmp_path / "bad.tsv"))

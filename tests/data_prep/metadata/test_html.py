@@ -35,6 +35,30 @@ def test_a_title():
     assert by_tag == {"h1": ["This is a title"], "body": ["This is a title\n"]}
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "<html><body><p>one</p></body><p>two</p></html>",
+        "<html><body><p>one</p></BODY ></html>\n<p>two</p>",
+        "<body><p>one</p></body><body class=a><p>two</p></body>",
+        "<html><body><p>one</p></body></html><!doctype html><html><body><p>two</p></body></html>",
+    ],
+)
+def test_content_after_an_end_tag_of_the_body_is_read(source: str):
+    """As browsers show it (HTML standard, "after body")."""
+    text, by_tag = tags(source)
+    assert text == "one\ntwo\n"
+    assert by_tag == {"p": ["one", "two"], "body": ["one\ntwo\n"]}
+
+
+def test_end_tags_of_the_body_within_scripts_and_attributes_are_unchanged():
+    script = '<script>a = "</body></html>"</script>'
+    page = extract(f"<head>{script}</head><body><p id='</body>'>one</p></body><p>two</p>", UNLIMITED_RULES)
+    assert page.head == ['<head><script>a = "&lt;/body&gt;&lt;/html&gt;"</script></head>']
+    assert page.tags[0]["html_attrs"] == {"attrs": ["id"], "values": ["</body>"]}
+    assert page.text == "one\ntwo\n"
+
+
 def test_nested_divisions():
     source = "<body><h1>T</h1><div><p>x</p>This is a <div>first</div> sub-div in div</div></body>"
     text, by_tag = tags(source)

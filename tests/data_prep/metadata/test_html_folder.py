@@ -1,6 +1,7 @@
 """A folder of HTML pages as rows: each page once, with its address."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -56,3 +57,24 @@ def test_bad_folders_are_named(tmp_path: Path, content: bytes | None, capsys: py
     assert collect(tmp_path / "html", out=tmp_path)[0] == 1
     assert str(path) in capsys.readouterr().err
     assert not (tmp_path / "train.jsonl").exists()
+
+
+def test_names_are_percent_encoded(tmp_path: Path):
+    (tmp_path / "html").mkdir()
+    for name in (b"a b?#%.html", "\u00fc.html".encode(), b"\xff.html"):
+        Path(os.fsdecode(os.fsencode(tmp_path / "html") + b"/" + name)).write_text("<p>a</p>")
+    code, train, val = collect(tmp_path / "html", out=tmp_path)
+    assert code == 0
+    names = {row["url"].removeprefix("https://docs.example.org/") for row in [*train, *val]}
+    assert names == {"a%20b%3F%23%25.html", "%C3%BC.html", "%FF.html"}
+
+
+def test_both_splits_in_one_file_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    write(tmp_path / "html", 10)
+    path, same = tmp_path / "a.jsonl", tmp_path / "html" / ".." / "a.jsonl"
+    code = html_folder.main(
+        [str(tmp_path / "html"), "--url", "https://a.org/", "--train", str(path), "--val", str(same)]
+    )
+    assert code == 1
+    assert f"--val {same}" in capsys.readouterr().err
+    assert not path.exists()

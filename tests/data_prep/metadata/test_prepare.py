@@ -223,6 +223,10 @@ def test_documents_in_both_splits_are_an_error(tmp_path: Path, capsys: pytest.Ca
     [
         (["--train", "none.jsonl"], "none.jsonl: no such file. Expected names that end with .warc, .warc.gz, .parquet"),
         (["--train", "."], ".: no readable file. Expected names that end with .warc"),
+        (["--train", ".."], "dead.jsonl: not a file"),
+        (["--train", "../*.warc"], "folder.warc: not a file"),
+        (["--extract", "entities", "--mentions", "none.tsv"], "--mentions none.tsv: no such file"),
+        (["--extract", "description", "--wiki_index", "none.sqlite"], "--wiki_index none.sqlite: no such file"),
         (["--workers", "0"], "--workers: expected at least 1, got 0"),
         (["--max_errors", "1.5"], "--max_errors: expected a share from 0 to 1, got 1.5"),
         (["--max_replaced", "-1"], "--max_replaced: expected a share from 0 to 1, got -1"),
@@ -244,9 +248,23 @@ def test_mistakes_on_the_command_line(
     write_json(tmp_path / "val.jsonl", [page("two")])
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "notes.txt").touch()
+    (tmp_path / "folder.warc").mkdir()
+    (tmp_path / "dead.jsonl").symlink_to(tmp_path / "none.jsonl")
     monkeypatch.chdir(tmp_path / "empty")
     assert run(tmp_path, "--train", str(tmp_path / "good.jsonl"), "--val", str(tmp_path / "val.jsonl"), *words) == 1
     assert message in capsys.readouterr().err
+
+
+def test_names_of_sources_that_are_not_utf_8(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    train, val = (tmp_path / os.fsdecode(name) for name in (b"\xff.warc", b"\xfe.warc"))
+    write_warc(train, [page("one")])
+    write_warc(val, [page("two")])
+    words = ["--train", str(train), "--val", str(val)]
+    assert run(tmp_path, *words, *EXTRACT) == 0
+    assert manifest(tmp_path)["made_from"]["sources"]["train"][0]["name"] == "\\udcff.warc"
+    train.write_bytes(train.read_bytes()[:-20])
+    assert run(tmp_path, *words, *EXTRACT) == 1
+    assert "\\udcff.warc: record" in capsys.readouterr().err
 
 
 def test_missing_package_is_one_line(
@@ -392,7 +410,7 @@ def test_charsets_of_pages_are_read_and_counted(tmp_path: Path, capsys: pytest.C
         "plain",
         "kap\ufffdtt",
     ]
-    assert manifest(tmp_path)["pages"] == {"all": 6, "guessed": 1, "replaced": 1}
+    assert manifest(tmp_path)["pages"] == {"all": 6, "guessed": 1, "replaced": 1, "truncated": 0}
     assert "6 pages, 1 with a guessed charset, 1 with replacement characters" in capsys.readouterr().out
 
 
@@ -477,6 +495,33 @@ def test_warc_records_are_counted_by_kind(tmp_path: Path, capsys: pytest.Capture
     assert all(f"{count} {name}" in output for name, count in skipped.items())
     assert prepare_warc(tmp_path, records, "--records", "2xx", "4xx", "resource") == 0
     assert [row["text"].split()[0] for row in rows(tmp_path, "train")] == ["one", "two", "not", "resource"]
+
+
+def test_truncated_pages_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """By the crawler, within a gzip stream, within a chunk and between two chunks; the others are complete."""
+    html, chunked = "Content-Type: text/html", "Transfer-Encoding: chunked"
+    body = html_page("".join(f"{i * 7919 % 1009} " for i in range(900)))
+    packed, chunk = gzip.compress(body), b"%x\r\n%s\r\n" % (len(body), body)
+    cut = response(html_page("cut "), html).replace(b"WARC-Type", b"WARC-Truncated: length\r\nWARC-Type")
+    truncated = [
+        cut,
+        response(packed[: len(packed) // 2], html, "Content-Encoding: gzip"),
+        response(chunk[:-900], html, chunked),
+        response(chunk, html, chunked),
+        response(chunk + b"8", html, chunked),
+    ]
+    complete = [
+        response(packed, html, "Content-Encoding: gzip"),
+        response(chunk + b"0\r\n\r\n", html, chunked),
+        response(chunk + b"0\r\n", html, chunked),
+        response(body, html, chunked),
+        response(body, html, "Content-Encoding: gzip"),
+    ]
+    assert prepare_warc(tmp_path, complete) == 0
+    assert manifest(tmp_path)["pages"]["truncated"] == 0
+    assert prepare_warc(tmp_path, [*truncated, *complete]) == 0
+    assert manifest(tmp_path)["pages"]["truncated"] == len(truncated)
+    assert "5 truncated" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("header", [rb"WARC-Target-URI: \S+\r\n", rb"Content-Length: \d+\r\n"])

@@ -2,13 +2,17 @@
 
 import csv
 import json
+import os
 import re
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from data_prep.t5 import prepare_task
 from src.data import jsonl
@@ -48,6 +52,11 @@ def refusal_of(
         return capsys.readouterr().err.rstrip("\n")
 
     return error_of
+
+
+def passage_with(*entities: Any) -> dict[str, Any]:
+    """A row of ReCoRD with a question, whose passage is "A b"."""
+    return {"passage": {"text": "A b", "entities": entities}, "qas": [{"query": "q", "answers": [{"text": "A"}]}]}
 
 
 TEXT = ' "it\'s ""so" \\N\\n '
@@ -387,10 +396,43 @@ class TestSuperGlue:
                 {"sentence": "a he.", "pronoun": "he", "candidates": ["x", "y"], "label": 2},
                 "label: expected the index of one of 2 candidates, got 2",
             ),
+            ("boolq", {"question": "q", "passage": "\ud800", "label": True}, "train.jsonl:1: field 'passage': \\ud800"),
+            ("boolq", {"question": "q", "passage": "p", "label": 1, "answers": [3]}, "train.jsonl:1: field 'answers'"),
+            ("record", passage_with({"start": 0}), "train.jsonl:1: field 'end'"),
+            ("record", passage_with("A"), "train.jsonl:1: field 'start'"),
+            ("record", {**passage_with(), "qas": [{"query": "q", "answers": ["A"]}]}, "train.jsonl:1: field 'text'"),
+            ("record", {**passage_with(), "qas": [{"query": "q", "answers": "A"}]}, "train.jsonl:1: field 'answers'"),
+            (
+                "record",
+                {"passage": "A b", "query": "q", "entities": ["A", None], "answers": ["A"]},
+                "train.jsonl:1: field 'entities'",
+            ),
         ],
     )
-    def test_malformed_rows(self, refusal_of: Callable[..., str], task: str, row: dict[str, Any], message: str):
+    def test_malformed_rows(
+        self,
+        refusal_of: Callable[..., str],
+        prepare_rows: Callable[..., Rows],
+        task: str,
+        row: dict[str, Any],
+        message: str,
+        capsys: pytest.CaptureFixture[str],
+    ):
         assert message in refusal_of(task, train=json.dumps(row), kind="jsonl")
+        assert not prepare_rows(task, "--skip_bad_rows", train=json.dumps(row), kind="jsonl")
+        assert "--train: no row is left" in capsys.readouterr().err
+
+    def test_record_without_answers(self, prepare_rows: Callable[..., Rows]):
+        row = {**passage_with({"start": 0, "end": 0}), "qas": [{"query": "q", "answers": None}]}
+        (result,) = prepare_rows("record", kind="jsonl", test=json.dumps(row))["test"]
+        assert (result["entities"], result["label"]) == ("A", None)
+
+    @pytest.mark.parametrize("word", [-1, 10**12])
+    @pytest.mark.parametrize("task", ["wsc", "wsc_simple"])
+    def test_a_span_at_no_word_is_not_marked(self, prepare_rows: Callable[..., Rows], task: str, word: int):
+        spans = {"span1_text": "Bo", "span1_index": word, "span2_text": "it", "span2_index": word}
+        row = {"text": "Bo sees it", **spans, "label": True, "idx": 0}
+        assert prepare_rows(task, kind="jsonl", val=json.dumps(row))["val"][0]["text"] == "Bo sees it"
 
 
 def test_discoeval(prepare_rows: Callable[..., Rows]):
@@ -415,6 +457,16 @@ def test_csv_has_quotation_marks_and_a_header(prepare_rows: Callable[..., Rows],
     assert "train.csv:2: more or fewer columns than in the header." in refusal_of(
         "cola", kind="csv", train="label,sentence\n1\n"
     )
+
+
+@pytest.mark.parametrize(("kind", "sign"), [("csv", ","), ("tsv", "\t")])
+def test_names_of_columns(prepare_rows: Callable[..., Rows], refusal_of: Callable[..., str], kind: str, sign: str):
+    """A column without a name is not read. Two columns with a name that is read are refused."""
+    names = sign.join(["", "sentence", "label", "x", "x"])
+    (row,) = prepare_rows("sst2", kind=kind, val=f"{names}\n{sign.join('0a1bc')}\n")["val"]
+    assert (row["sentence"], row["label"]) == ("a", "positive")
+    message = refusal_of("cola", kind=kind, val=f"{names}{sign}label\n{sign.join('0a1bc0')}\n")
+    assert f"val.{kind}:1: 2 columns 'label'" in message
 
 
 def test_minus_one_means_unlabelled_only_for_classes(prepare_rows: Callable[..., Rows], tmp_path: Path):
@@ -467,6 +519,46 @@ def test_a_folder_of_datasets(prepare_rows: Callable[..., Rows], refusal_of: Cal
     assert [(row["index"], row["label"]) for row in result["val"]] == [(5, "positive"), (6, "negative")]
     assert [(row["index"], row["label"]) for row in result["test"]] == [(7, None)]
     assert "saved: no split 'train'. Splits: validation, test." in refusal_of("cola", train=tmp_path / "saved")
+
+
+def test_parquet_has_names_of_classes_too(
+    prepare_rows: Callable[..., Rows], refusal_of: Callable[..., str], tmp_path: Path
+):
+    import datasets
+
+    label = datasets.ClassLabel(names=["positive", "negative"])
+    features = datasets.Features({"sentence": datasets.Value("string"), "label": label})
+    rows = datasets.Dataset.from_dict({"sentence": ["a", "b"], "label": [0, 1]}, features=features)
+    rows.to_parquet(path := tmp_path / "a.parquet")
+    assert [row["label"] for row in prepare_rows("sst2", val=path)["val"]] == ["positive", "negative"]
+    table = pyarrow.table({"sentence": ["a"], "label": [2]}).replace_schema_metadata(parquet.read_schema(path).metadata)
+    parquet.write_table(table, path := tmp_path / "b.parquet")
+    shutil.rmtree(tmp_path / "data")
+    message = refusal_of("sst2", val=path)
+    assert f"{path}: row 1: 'label'" in message
+    assert "got 2" in message
+
+
+def test_only_the_given_parquet_file_is_read(prepare_rows: Callable[..., Rows], tmp_path: Path):
+    """Its name is no pattern, and no copy of an older file with the same time of change is used."""
+    for name, text in (("q1", "x"), ("q?", "y"), ("x[1]", "z")):
+        parquet.write_table(pyarrow.table({"sentence": [text], "label": [1]}), tmp_path / f"{name}.parquet")
+    rows = prepare_rows("sst2", train=tmp_path / "q?.parquet", val=tmp_path / "x[1].parquet")
+    assert [row["sentence"] for split in rows.values() for row in split] == ["y", "z"]
+    path = tmp_path / "x[1].parquet"
+    before = path.stat()
+    parquet.write_table(pyarrow.table({"sentence": ["w"], "label": [1]}), path)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert prepare_rows("sst2", train=tmp_path / "q?.parquet", val=path)["val"][0]["sentence"] == "w"
+
+
+def test_a_damaged_parquet_file_is_refused(refusal_of: Callable[..., str], tmp_path: Path):
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"sentence": ["a"], "label": [1]}), path)
+    content = path.read_bytes()
+    for remaining in (content[: len(content) // 2], b""):
+        path.write_bytes(remaining)
+        assert str(path) in refusal_of("sst2", train=path)
 
 
 def test_missing_sources(refusal_of: Callable[..., str], tmp_path: Path):
