@@ -80,7 +80,6 @@ def write(folder: Path, documents: Iterable[Document], made_from: Mapping[str, A
     made_from = {**made_from, "per_shard": how.per_shard, "seed": how.seed, "source": how.source}
     if how.texts:
         made_from["tokenizer"] = how.texts.digest
-    folder.mkdir(parents=True, exist_ok=True)
     with command.exclusive_lock(folder, f"{folder}: another process writes it."):
         if done := _begin(folder, made_from):
             return done

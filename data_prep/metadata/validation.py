@@ -71,9 +71,10 @@ def make_sets(data_path: Path, corpus: str, columns: Sequence[str], most: int | 
 
 def rows_with(path: Path, column: str) -> Iterator[dict[str, Any]]:
     """Yield the rows that have an item in the column, without their other metadata."""
-    for _, row in json_stream.lines(path):
+    for where, row in json_stream.lines(path):
         if "metadata" in row:
             key = COLUMNS[column].key
+            jsonl.check_type(row["metadata"] or [], list[dict], f"{where}: field 'metadata'")
             row["metadata"] = [item for item in row["metadata"] or [] if item.get("key") == key]
             if row["metadata"]:
                 yield row

@@ -19,6 +19,7 @@ from typing import Any
 from tqdm import tqdm
 
 from data_prep import command
+from src.data.jsonl import check_text, check_type
 from src.errors import DataError
 from src.files import read_json
 from src.support.command_line import require_at_least
@@ -76,6 +77,8 @@ def prepare(data_path: Path, options: Options) -> bool:
     """
     folder = options.release / "splits" / options.split
     tasks = {split: read_task_names(folder / file) for split, file in SPLITS.items()}
+    if shared := set.intersection(*map(set, tasks.values())):
+        raise DataError(f"{folder}: {min(shared)} is in the lists of both splits. Remove it from one of them.")
     paths = {task: task_path(options.release, task) for names in tasks.values() for task in names}
     made_from = {
         "tasks": tasks,
@@ -91,10 +94,20 @@ def prepare(data_path: Path, options: Options) -> bool:
                 task_rows = (
                     row for task in tqdm(names, desc=split, unit=" tasks") for row in rows(paths[task], split, options)
                 )
-                counts[split] = 0
+                counts[split] = without_answers = 0
                 for row in task_rows:
+                    if not row["answers"]:  # there is no label
+                        without_answers += 1
+                        continue
                     file.write(json.dumps({"index": counts[split], **row}) + "\n")
                     counts[split] += 1
+            if not counts[split]:
+                raise DataError(f"{options.release}: no instance with an answer in the split {split!r}. Add tasks.")
+            counts[f"{split}_without_answers"] = without_answers
+        for split in tasks:
+            left_out = counts[f"{split}_without_answers"]
+            text = f"{split}: {counts[split]:,} instances; {left_out:,} without an answer left out"
+            command.report(text, split=split, rows=counts[split], without_answers=left_out)
         return {"counts": counts}
 
     return command.make_folder(data_path / options.name, COMMAND, made_from, fill) is not None
@@ -104,6 +117,8 @@ def read_task_names(path: Path) -> list[str]:
     """Read names of tasks, one per line."""
     try:
         return path.read_text(encoding="utf-8").split()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}.") from None
     except OSError as error:
         raise DataError(
             f"{path}: no list of tasks ({error.strerror}). Set RELEASE to a checkout of allenai/natural-instructions."
@@ -119,7 +134,8 @@ def task_path(release: Path, task: str) -> Path:
 
 
 def rows(path: Path, split: str, options: Options) -> Iterator[dict[str, Any]]:
-    """Yield sampled instances of a task. The label is one of the answers; scores use all of them."""
+    """Yield sampled instances of a task. The label is one of the answers; scores use all of them. Without an answer the
+    label is None."""
     task, most = path.stem, options.instances
     draws = Random(f"{options.seed}/{task}")
     raw = read_json(path, DataError)
@@ -135,6 +151,8 @@ def rows(path: Path, split: str, options: Options) -> Iterator[dict[str, Any]]:
             (instance["input"].strip(), [answer.strip() for answer in instance["output"]])
             for instance in raw["Instances"]
         ]
+        for number, instance in enumerate(raw["Instances"]):
+            check_type(instance["output"], list[str], f"{path}: Instances[{number}]: field 'output'")
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise DataError(
             f"{path}: malformed task of Natural Instructions ({type(error).__name__}: {error}). "
@@ -146,9 +164,10 @@ def rows(path: Path, split: str, options: Options) -> Iterator[dict[str, Any]]:
         instances = [instances[i] for i in sorted(draws.sample(range(len(instances)), most))]
     for text, answers in instances:
         answers = [answer for answer in answers if answer]
-        if answers:  # without answers there is no label
-            full_text = input_text(definition, examples, text, options.input_characters)
-            yield {"text": full_text, "label": draws.choice(answers), "answers": answers, "group": task}
+        full_text = input_text(definition, examples, text, options.input_characters)
+        check_text(full_text, f"{path}: field 'input' or an example")
+        label = draws.choice(answers) if answers else None
+        yield {"text": full_text, "label": label, "answers": answers, "group": task}
 
 
 def input_text(definition: str, examples: Sequence[str], instance: str, most: int) -> str:

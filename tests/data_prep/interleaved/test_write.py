@@ -160,3 +160,10 @@ def test_more_than_a_thousand_parts_keep_their_order():
         if part["kind"] == tar_index.TEXT
     ]
     assert texts == [str(i).encode() for i in range(1200)]
+
+
+def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path):
+    (tmp_path / "a").write_text("mine")
+    with pytest.raises(RunError, match=str(tmp_path / "a")):
+        write(tmp_path / "a", documents(), {}, Writing(5))
+    assert (tmp_path / "a").read_text() == "mine"

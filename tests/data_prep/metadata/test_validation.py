@@ -9,6 +9,7 @@ import pytest
 
 from data_prep.metadata import validation, weights
 from src.data.text import tokenizers
+from src.errors import DataError
 from src.experiments.config import Places
 from src.files import new_directory
 from src.systems.metadata.data.dataset import Config
@@ -92,3 +93,11 @@ def test_errors_name_the_mistake(
     assert main([*words, "--data_path", str(data)]) == 1
     assert message in capsys.readouterr().err
     assert not list(data.glob("pages-*"))
+
+
+@pytest.mark.parametrize("value", ["x", [5], 5])
+def test_malformed_metadata_are_refused_with_their_row(data: Path, value: Any):
+    path = data / "pages" / "val.jsonl"
+    path.write_text(json.dumps(ROWS[0]) + "\n" + json.dumps({"text": "b", "metadata": value}) + "\n")
+    with pytest.raises(DataError, match=rf"val\.jsonl:2: field 'metadata'.*{value if value == 5 else ''}"):
+        list(validation.rows_with(path, "title"))

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from data_prep.t5 import natural_instructions
+from src.errors import DataError
 from src.evaluation.predictions import task_scores
 from src.experiments.config import Places, load
+from src.files import read_manifest
 from src.systems.t5.tasks import dataset
 from tests.systems.metadata.data.test_examples import byte_tokenizer
 
@@ -114,3 +116,46 @@ def test_missing_files(release: Path, capsys: pytest.CaptureFixture[str]):
     assert natural_instructions.main([*place, str(release)]) == 1
     assert "task2_b.json: missing, although a split lists this task." in capsys.readouterr().err
     assert not (release.parent / "data" / "sni").exists()
+
+
+def change_task(release: Path, name: str, **columns: Any) -> None:
+    (release / "tasks" / f"{name}.json").write_text(json.dumps({**TASK, **columns}))
+
+
+def options(release: Path) -> natural_instructions.Options:
+    return natural_instructions.Options(release)
+
+
+@pytest.mark.parametrize(
+    ("instance", "place"),
+    [
+        ({"input": "a", "output": "yes"}, "Instances[1]: field 'output': expected list, got 'yes'"),
+        ({"input": "a", "output": ["\ud800"]}, "Instances[1]: field 'output'[0]: \\ud800"),
+        ({"input": "a\ud800", "output": ["b"]}, "\\ud800"),
+    ],
+)
+def test_a_malformed_instance_is_named(release: Path, instance: dict[str, Any], place: str):
+    change_task(release, "task2_b", Instances=[TASK["Instances"][0], instance])
+    with pytest.raises(DataError) as error:
+        natural_instructions.prepare(release.parent / "data", options(release))
+    assert str(error.value).startswith(str(release / "tasks" / "task2_b.json"))
+    assert place in str(error.value)
+
+
+def test_instances_without_an_answer_are_counted(release: Path):
+    change_task(release, "task2_b", Instances=[*TASK["Instances"][:5], *[{"input": "a", "output": ["", " "]}] * 3])
+    train = prepare(release)["train"]
+    assert len(train) == 105
+    counts = read_manifest(release.parent / "data" / "sni", DataError)["counts"]
+    assert counts == {"train": 105, "train_without_answers": 3, "val": 100, "val_without_answers": 0}
+    change_task(release, "task3_c", Instances=[{"input": "a", "output": []}])
+    with pytest.raises(DataError, match=r"release: .*'val'"):
+        natural_instructions.prepare(release.parent / "data", options(release))
+
+
+@pytest.mark.parametrize(("content", "place"), [(b"task1_a", "task1_a"), (b"\xff", "byte 0")])
+def test_a_list_of_another_form_is_refused(release: Path, content: bytes, place: str):
+    """A task cannot be in both splits."""
+    (release / "splits" / "default" / "test_tasks.txt").write_bytes(content)
+    with pytest.raises(DataError, match=rf"splits/default.*{place}"):
+        natural_instructions.prepare(release.parent / "data", options(release))
