@@ -593,7 +593,7 @@ def test_the_same_sources_give_the_same_bytes_and_are_read_once(
     assert "1 inputs of train are in another split too." in output
     prepare_rows("sst2", "--max_rows", "2", train="a\t1\nb\t0\nc\t1\n", val="d\t1\na\t1\n")
     assert "nothing to do." in capsys.readouterr().out
-    (folder / "manifest.json").unlink()
+    shutil.rmtree(folder)
     prepare_rows("sst2", "--max_rows", "2", train="a\t1\nb\t0\nc\t1\n", val="d\t1\na\t1\n")
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == first
     rows = prepare_rows("sst2", train="a\t1\nb\t0\nc\t1\n", val="d\t1\na\t1\n")
