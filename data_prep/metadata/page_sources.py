@@ -92,10 +92,23 @@ def _warc_pages(path: Path, counts: Counter[str], kinds: Collection[str]) -> Ite
         raise DataError(
             f"{path}: reading WARC needs a package that is not installed: pip install -r {PACKAGES}"
         ) from None
+
+    class Records(ArchiveIterator):
+        """Raises an error where the file ends within the headers of a record, which warcio takes for its end."""
+
+        def _next_record(self, next_line: bytes | None) -> Any:
+            try:
+                return super()._next_record(next_line)
+            except EOFError:
+                if next_line or (number == 0 and stream.has_content):
+                    raise ArchiveLoadFailed("it ends within the headers of a record") from None
+                raise
+
     number = 0
     try:
         with reading(path, DataError), (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
-            for number, record in enumerate(ArchiveIterator(_Gzip(file)), 1):
+            stream = _Gzip(file)
+            for number, record in enumerate(Records(stream), 1):
                 if not (record.rec_headers.get_header("Content-Length") or "").isdigit():
                     raise ArchiveLoadFailed("it has no Content-Length")
                 _normalise_codings(record)
@@ -208,10 +221,12 @@ class _Gzip:
     """File that raises an error if it ends within a gzip stream. warcio takes EOFError for the end of records."""
 
     def __init__(self, file: Any) -> None:
-        self._file = file
+        self._file, self.has_content = file, False
 
     def read(self, size: int) -> bytes:
         try:
-            return self._file.read(size)
+            data = self._file.read(size)
         except EOFError as bad:
             raise zlib.error(str(bad)) from None
+        self.has_content |= bool(data)
+        return data

@@ -497,6 +497,18 @@ def test_warc_records_are_counted_by_kind(tmp_path: Path, capsys: pytest.Capture
     assert [row["text"].split()[0] for row in rows(tmp_path, "train")] == ["one", "two", "not", "resource"]
 
 
+def test_a_file_that_ends_within_the_headers_of_a_record_is_refused(tmp_path: Path):
+    records = [response(html_page(name), "Content-Type: text/html") for name in ("a ", "b ")]
+    path, whole = tmp_path / "cut.warc", b"".join(records)
+    for end in range(1, len(whole) + 1):
+        path.write_bytes(whole[:end])
+        if whole[:end].rstrip() in (records[0].rstrip(), whole.rstrip()):
+            assert len(list(page_sources.read_rows(path))) == 1 + (end > len(records[0]))
+        else:
+            with pytest.raises(DataError, match=r"cut\.warc: record \d"):
+                list(page_sources.read_rows(path))
+
+
 def test_truncated_pages_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """By the crawler, within a gzip stream, within a chunk and between two chunks; the others are complete."""
     html, chunked = "Content-Type: text/html", "Transfer-Encoding: chunked"
