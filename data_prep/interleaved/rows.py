@@ -1,12 +1,14 @@
 """Rows that the layout readers yield, one per document to write."""
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from data_prep.interleaved.write import Part
+from src.data.jsonl import check_type
 from src.errors import DataError
 from src.files import reading
 
@@ -75,16 +77,18 @@ def make_turns(key: str, images: Sequence[bytes], turns: Sequence[tuple[str, str
     return Row(key, parts)
 
 
-def read_image(name: str, options: ReaderOptions, where: str) -> bytes:
+def read_image(name: Any, options: ReaderOptions, where: str) -> bytes:
     """Read an image file; b"" if it is missing. where: place of the row, for error messages.
 
     Raises:
-        DataError: no folder of images is given, or the name is outside of it.
+        DataError: no folder of images is given, or the name is not text or leads out of it.
     """
     if options.images is None:
         raise DataError(f"{where}: its images are files. Name their folder with --images FOLDER.")
+    check_type(name, str, f"{where}: the name of an image")
     path = options.images / name
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise DataError(f"{where}: expected an image path inside {options.images}, got {name!r}.")
     with reading(path, DataError):
-        return path.read_bytes() if path.is_file() else b""
+        # unlike Path.is_file, os.path.isfile is False for a name that is too long
+        return path.read_bytes() if os.path.isfile(path) else b""

@@ -16,6 +16,8 @@ import pytest
 from PIL import Image
 
 from data_prep.interleaved import convert
+from data_prep.interleaved.rows import ReaderOptions, read_image
+from src.errors import DataError
 from src.systems.interleaved.streaming import manifest, tar_index
 from tests.systems.interleaved.streaming.pages import picture, tokenizer
 from tests.systems.interleaved.streaming.test_tar_index import tar_of
@@ -391,3 +393,13 @@ def test_real_conversations(shared_data: Path, tmp_path: Path):
             f"Question: {turn['user'].replace('<image>', '').strip()}\nAnswer:{turn['assistant'].strip()}"
             for turn in row["texts"]
         )
+
+
+@pytest.mark.parametrize("name", ["missing.png", "x" * 300, "x" * 5000])
+def test_an_image_that_is_not_there_is_empty_whatever_its_name(name: str, tmp_path: Path):
+    assert read_image(name, ReaderOptions(images=tmp_path), "rows:1") == b""
+
+
+def test_a_name_of_an_image_that_is_no_text_is_refused(tmp_path: Path):
+    with pytest.raises(DataError, match=r"rows:1: .*5"):
+        read_image(5, ReaderOptions(images=tmp_path), "rows:1")
