@@ -121,6 +121,7 @@ def _tokenizer(folder: Path, chats: bool) -> Any:
         lines += ["User Assistant"] * 2 if chats else []
         begin, end = CHAT_TOKENS if chats else (None, END_OF_TEXT)
         trained = train_byte_level_bpe(lines, VOCAB_SIZE, [token for token in (begin, end, PAD) if token])
+        command.require_replaceable(folder)
         with files.new_directory(folder) as partial_folder:
             tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained, bos_token=begin, eos_token=end, pad_token=PAD)
             tokenizer.chat_template = CHAT_TEMPLATE if chats else None

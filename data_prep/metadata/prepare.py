@@ -247,7 +247,7 @@ def _settings(slurm: Sequence[str]) -> dict[str, Any]:
         key, sign, value = setting.partition("=")
         if not sign:
             raise ConfigError(f"--slurm {setting}: expected KEY=VALUE, such as partition=cpu.")
-        settings[key] = int(value) if value.isdigit() else value
+        settings[key] = int(value) if value.isdecimal() else value
     if settings and not {"partition", "time"} <= settings.keys():
         raise ConfigError(
             f"--slurm: expected partition=NAME and time=HH:MM:SS among the settings, got {', '.join(slurm)}."

@@ -159,7 +159,7 @@ class Endings(Form):
             texts_of(row, "endings", where),
             str(column(row, "label", where)),
         )
-        if not label.isdigit() or int(label) >= len(endings):
+        if not label.isdecimal() or int(label) >= len(endings):
             raise DataError(
                 f"{where}: column 'label': expected the index of one of {len(endings)} endings, got {label!r}."
             )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from data_prep.assistants.conversation_forms.columns import fill
-from data_prep.assistants.conversation_forms.comparisons import ScoredReplies
+from data_prep.assistants.conversation_forms.comparisons import Endings, ScoredReplies
 from data_prep.assistants.conversation_forms.rows import ROLES
 from data_prep.assistants.prepare_conversations import prepare
 from src.errors import DataError
@@ -186,6 +186,11 @@ def test_a_score_that_is_no_finite_number_is_refused(score: Any):
         list(form.read({**row, "of_b": score}, "rows:1"))
     assert str(error.value).startswith("rows:1: column 'of_b'")
     assert repr(score) in str(error.value)
+
+
+def test_a_digit_that_is_no_decimal_is_refused():
+    with pytest.raises(DataError, match=r"^rows:1: column 'label'.*²"):
+        list(Endings().read({"ctx": "a", "endings": ["b", "c", "d"], "label": "²"}, "rows:1"))
 
 
 def test_rows_of_a_group_have_one_prompt():

@@ -8,7 +8,7 @@ import pytest
 from sklearn.datasets import load_digits
 
 from data_prep.interleaved import digit_pages
-from src.errors import ConfigError
+from src.errors import ConfigError, DataError
 from src.systems.interleaved.streaming import manifest, tar_index
 
 DIGITS: Any = load_digits()
@@ -64,3 +64,12 @@ def test_two_runs_give_the_same_bytes(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "pages changed" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="--val_pages: expected at least 1, got 0"):
         digit_pages.prepare(tmp_path / "c", val_pages=0)
+
+
+def test_other_files_in_the_folder_of_the_tokenizer_are_not_replaced(tmp_path: Path):
+    path = tmp_path / "digit_pages" / "tokenizer" / "notes.txt"
+    path.parent.mkdir(parents=True)
+    path.touch()
+    with pytest.raises(DataError, match=str(path)):
+        digit_pages.prepare(tmp_path, pages=5, val_pages=5, per_shard=5, chats=False)
+    assert path.exists()
