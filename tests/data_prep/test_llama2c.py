@@ -178,3 +178,12 @@ def test_the_real_model_predicts_its_stories(tmp_path: Path):
         )
     assert loss < 0.6
     assert shuffled > 4
+
+
+def test_other_files_in_the_folder_are_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    words, _ = write(tmp_path)
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "notes.txt").touch()
+    assert llama2c.main(words) == 1
+    assert str(tmp_path / "tiny" / "notes.txt") in capsys.readouterr().err
+    assert (tmp_path / "tiny" / "notes.txt").exists()

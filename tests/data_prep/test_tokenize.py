@@ -396,3 +396,11 @@ def test_the_command_prints_a_summary(data, capsys):
         r"train +\d+ documents, [\d,]+ tokens with their end tokens, 1 shard\nval ", capsys.readouterr().out
     )
     assert jsonl.SPLITS == ("train", "val")
+
+
+def test_other_files_in_the_folder_are_not_replaced(data):
+    (data / "made").mkdir()
+    (data / "made" / "notes.txt").touch()
+    with pytest.raises(DataError, match=re.escape(str(data / "made" / "notes.txt"))):
+        run(data, train=[write_lines(data / "a.jsonl", TEXTS)])
+    assert (data / "made" / "notes.txt").exists()
