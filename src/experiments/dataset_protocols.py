@@ -8,6 +8,10 @@ Batch = Mapping[str, Any]
 """Tensors by name, as src/experiments/batches.py describes them."""
 
 
+NUM_CHECKED_QUESTIONS = 100
+"""Number of questions that are compared with a metric before the start."""
+
+
 @dataclass(frozen=True)
 class Prediction:
     """An answer of a model, with its question."""

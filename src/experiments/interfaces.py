@@ -215,6 +215,10 @@ class DatasetConfig(Component):
         """Upper bound of the number of validation questions, at most `most`, without a tokenizer; None if unknown."""
         return None
 
+    def first_questions(self, places: Places) -> Sequence[Prediction]:
+        """The first validation questions, answered by their references, without a tokenizer; none by default."""
+        return ()
+
     def check_tokenizer(self, places: Places, source: TokenizerSource | None) -> None:
         """Raise a UserError if the data do not fit the tokenizer, loading it only if necessary. None: not known yet."""
 
@@ -271,6 +275,9 @@ class MetricConfig(Component):
 
     def check(self) -> None:
         """Raise a UserError if `score` would fail, as far as this is known without answers."""
+
+    def check_data(self, data: DatasetConfig, places: Places) -> None:
+        """Raise a UserError if even correct answers to the data's questions would get no score."""
 
     def set_scores(self) -> Sequence[str]:
         """The names of scores over all answers, which are not lists."""

@@ -220,6 +220,7 @@ class TrainingRecipe(RecipeConfig):
                         f"{name}.metrics: {metric.name!r} compares answers with contexts, but {data.name!r} data "
                         "have no contexts. Remove it."
                     )
+                call_once(metric.check_data, data, places)
             requested = getattr(setting, "questions", 0)
             if val_samples is not None and requested > val_samples:
                 raise ConfigError(

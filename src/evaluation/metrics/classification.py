@@ -8,8 +8,10 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from src.errors import DataError
+from src.experiments.config import Places
 from src.experiments.dataset_protocols import Prediction
-from src.experiments.interfaces import MetricConfig
+from src.experiments.interfaces import DatasetConfig, MetricConfig
 
 Name = Literal["accuracy", "f1", "macro_f1", "matthews", "pearson", "spearman", "f1a", "question_match"]
 _NO_NUMBER = -1.0
@@ -41,6 +43,15 @@ class Config(MetricConfig):
 
     def set_scores(self) -> tuple[str, ...]:
         return tuple(name for name in self.scores if name != "accuracy")
+
+    def check_data(self, data: DatasetConfig, places: Places) -> None:
+        for each in data.first_questions(places):
+            label = each.references[0].strip()
+            if self.labels and label not in self.labels:
+                raise DataError(
+                    f"metric 'classification': expected answers that are one of labels {', '.join(self.labels)}, "
+                    f"got {label[:60]!r}. Correct labels, or use another metric."
+                )
 
     def score(self, answers: Sequence[Prediction]) -> dict[str, float | list[float]]:
         """Compute the configured scores. The first reference is the correct answer; surrounding white space is ignored.

@@ -4,8 +4,10 @@ import ast
 import re
 from collections.abc import Sequence
 
+from src.errors import DataError
+from src.experiments.config import Places
 from src.experiments.dataset_protocols import Prediction
-from src.experiments.interfaces import MetricConfig
+from src.experiments.interfaces import DatasetConfig, MetricConfig
 
 _TASK = re.compile(r"Write an expression of (\d+) and (\d+) that gives (\d+)\.")
 _PLAIN = re.compile(r"[0-9+\-* ()]{1,40}")
@@ -14,6 +16,14 @@ _OPERATORS = {ast.Add: int.__add__, ast.Sub: int.__sub__, ast.Mult: int.__mul__}
 
 class Config(MetricConfig):
     """No settings."""
+
+    def check_data(self, data: DatasetConfig, places: Places) -> None:
+        for each in data.first_questions(places):
+            if not _TASK.search(each.question):
+                raise DataError(
+                    f"metric 'expressions': expected questions such as {ask(2, 3, 6)!r}, got {each.question[:60]!r}. "
+                    "Use another metric, such as 'math' or 'squad'."
+                )
 
     def score(self, answers: Sequence[Prediction]) -> dict[str, list[float]]:
         """{"solved", "in_parentheses"} of each answer. Only questions in the format of `ask` can be solved."""

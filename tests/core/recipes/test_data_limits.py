@@ -124,6 +124,21 @@ MISTAKES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"answers.metrics": [{"name": "knowledge"}]},
         r"answers\.metrics: 'knowledge' .*'conversations' data have no contexts",
     ),
+    "a metric of expressions on other questions": (
+        SFT,
+        {"answers.metrics": [{"name": "expressions"}]},
+        r"metric 'expressions': expected questions such as .*, got '.*'",
+    ),
+    "labels that are not the answers of conversations": (
+        SFT,
+        {"answers.metrics": [{"name": "classification", "scores": ["accuracy"], "labels": ["left", "right"]}]},
+        r"metric 'classification': .* labels left, right, got '",
+    ),
+    "labels that are not the answers of questions with contexts": (
+        CROSSATTN,
+        {"inference.metrics": [{"name": "classification", "scores": ["accuracy"], "labels": ["left", "right"]}]},
+        r"metric 'classification': .* labels left, right, got '",
+    ),
     "a score of all answers for sampled answers": (
         override(SFT, {"sampled": SAMPLED}),
         {"sampled.metrics": [{"name": "classification", "scores": ["accuracy", "f1"], "labels": ["a", "b"]}]},

@@ -226,14 +226,20 @@ def test_a_missing_best_metric_is_reported_with_its_default(folder: Path, capsys
 
 
 def test_a_prompt_longer_than_its_room_is_refused_or_left_out(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     shutil.copytree(folder, tmp_path / "world")
     long = {"prompt": [{"role": "user", "content": "a" * 90}], "answer": "1"}
     short = {"prompt": [{"role": "user", "content": "b"}], "answer": "2"}
     talk.write_rows(tmp_path / "world/data/asked", {"train": [short, long, short], "val": [talk.row("1?", "one")] * 4})
     exp = override(GRPO, {"data.prompts": {**TALK, "corpus": "asked"}})
-    assert toy.main(["-e", "x"], {"x": [exp]}, tmp_path / "world") == 1
+    for words in (["--dry-run"], []):
+        assert toy.main(["-e", "x", *words], {"x": [exp]}, tmp_path / "world") == 1
+        assert "train.jsonl:2: the prompt has" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr(prompts, "_NUM_CHECKED_ROWS", 1)  # the training reads all prompts before its first step
+        assert toy.main(["-e", "x", "--dry-run"], {"x": [exp]}, tmp_path / "world") == 0
+        assert toy.main(["-e", "x"], {"x": [exp]}, tmp_path / "world") == 1
     assert "train.jsonl:2: the prompt has" in capsys.readouterr().err
     without = override(exp, {"data.long_prompts": "leave_out"})
     assert toy.main(["-e", "x"], {"x": [without]}, tmp_path / "world") == 0

@@ -18,12 +18,13 @@ from src.errors import DataError
 from src.experiments.batches import TokenBatch
 from src.experiments.config import Config as StrictConfig
 from src.experiments.config import Places, drop_absences
+from src.experiments.dataset_protocols import NUM_CHECKED_QUESTIONS, Prediction
 from src.experiments.interfaces import require_fit
 from src.experiments.kinds import TokenizerSource
 from src.support.call_once import call_once
 from src.systems.assistants.conversations import templates
 from src.systems.assistants.conversations.choices import Tags, draws, window
-from src.systems.assistants.conversations.entries import Entry, Message, check_row
+from src.systems.assistants.conversations.entries import Entry, Message, check_row, read_entry
 from src.systems.assistants.conversations.refusals import refuses
 from src.systems.assistants.conversations.rendering import Rendered, Renderer
 from src.systems.assistants.conversations.rows import (
@@ -175,6 +176,12 @@ class Config(ConversationConfig):
     def count_questions(self, places: Places, most: int) -> int:
         path = jsonl.require_file(jsonl.corpus_folder(places, self.corpus), "val.jsonl")
         return min(self._count(path, [ANSWERED_ROW], most), self.val_samples or most)
+
+    def first_questions(self, places: Places) -> list[Prediction]:
+        path = jsonl.require_file(jsonl.corpus_folder(places, self.corpus), "val.jsonl")
+        rows = (row for row in row_counts.iterate(path, {}, check=check_row) if kind_of(row) == ANSWERED_ROW)
+        answered = [read_entry(row, str(path)).messages for row in islice(rows, NUM_CHECKED_QUESTIONS)]
+        return [Prediction(answer.full_text, [answer.full_text], before[-1].full_text) for *before, answer in answered]
 
     def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "Conversations":
         return Conversations(self, places, tokenizer, split, seed)

@@ -47,6 +47,15 @@ def read_rows(path: Path) -> jsonl.Rows:
     return jsonl.read_rows(path, {}, check=check_row, group=kind_of, rules=_RULES)
 
 
+@contextlib.contextmanager
+def add_location(where: str) -> Iterator[None]:
+    """Prepend `where` to a DataError of the block."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from None
+
+
 class ConversationRows(Sequence[dict[str, Any]]):
     """All or some rows of a file, parsed on access."""
 
@@ -72,13 +81,9 @@ class ConversationRows(Sequence[dict[str, Any]]):
         """A row, parsed."""
         return read_entry(self[index], self.location(index))
 
-    @contextlib.contextmanager
-    def add_location(self, index: int) -> Iterator[None]:
+    def add_location(self, index: int) -> contextlib.AbstractContextManager[None]:
         """Prepend the location of a row to a DataError of the block."""
-        try:
-            yield
-        except DataError as error:
-            raise DataError(f"{self.location(index)}: {error}") from None
+        return add_location(self.location(index))
 
     def numbers_of(self, *kinds: str, invert: bool = False) -> Sequence[int]:
         """Indices of the rows of these kinds, or with `invert` of all other kinds: an array of four bytes each, or a

@@ -6,6 +6,7 @@ This module has the prompts and reads the buffer. Recipes set `Rollouts.fill`, w
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -19,10 +20,11 @@ from src.experiments.dataset_protocols import Batch
 from src.experiments.interfaces import DatasetConfig, DatasetField, NewTokens, require_fit
 from src.experiments.kinds import TokenizerSource
 from src.runs.history.branches import Branch
+from src.support.call_once import call_once
 from src.systems.assistants.conversations import dataset, templates
 from src.systems.assistants.conversations.rendering import Renderer
 from src.systems.assistants.rollouts.order import RolloutOrder
-from src.systems.assistants.rollouts.prompts import PROMPT_KINDS, Prompts, check_beginning
+from src.systems.assistants.rollouts.prompts import PROMPT_KINDS, Prompts, check_beginning, check_lengths
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,26 +86,41 @@ class Config(DatasetConfig):
         return self
 
     @property
+    def _conversations(self) -> dataset.Config:
+        assert isinstance(self.prompts, dataset.Config), "the validator has checked it"
+        return self.prompts
+
+    def _train_path(self, places: Places) -> Path:
+        return jsonl.require_file(jsonl.corpus_folder(places, self._conversations.corpus), "train.jsonl")
+
+    @property
     def validation(self) -> DatasetConfig:
         return self.prompts
 
     def check(self, places: Places) -> None:
-        assert isinstance(self.prompts, dataset.Config), "the validator has checked it"
-        self.prompts.check_split(places, "train", PROMPT_KINDS)
-        self.prompts.check_split(places, "val", self.prompts.kinds)
+        self._conversations.check_split(places, "train", PROMPT_KINDS)
+        self._conversations.check_split(places, "val", self._conversations.kinds)
 
     def check_rows(self, places: Places, keys: Sequence[str]) -> None:
         """Raises DataError if one of the first thousand prompts has no value for one of `keys`."""
-        assert isinstance(self.prompts, dataset.Config), "the validator has checked it"
-        check_beginning(jsonl.require_file(jsonl.corpus_folder(places, self.prompts.corpus), "train.jsonl"), keys)
+        check_beginning(self._train_path(places), keys)
 
     def check_tokenizer(self, places: Places, source: TokenizerSource | None) -> None:
         self.prompts.check_tokenizer(places, source)
+        if source and self.long_prompts == "refuse":
+            call_once(self._check_lengths, places, source)
+
+    def _check_lengths(self, places: Places, source: TokenizerSource) -> None:
+        """Raises DataError if one of the first thousand prompts is too long."""
+        from src.data.text import tokenizers
+
+        conversations, tokenizer = self._conversations, tokenizers.load(source.folder, source.new_tokens)
+        path, renderer = self._train_path(places), self._renderer(tokenizer)
+        check_lengths(path, renderer, conversations.writing, conversations.sequence_tokens)
 
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
-        assert isinstance(self.prompts, dataset.Config), "the validator has checked it"
         longest = max(NewTokens(self.max_new_tokens, "data.max_new_tokens"), new_tokens)
-        require_fit("data.prompts.sequence_tokens", self.prompts.sequence_tokens, max_positions, longest)
+        require_fit("data.prompts.sequence_tokens", self._conversations.sequence_tokens, max_positions, longest)
 
     def check_loop(self, sequences_per_step: int, steps: int) -> None:
         """Raises ConfigError unless an iteration is a multiple of a step."""
@@ -113,17 +130,19 @@ class Config(DatasetConfig):
                 f"has rollouts of one policy, got {self.rollouts}."
             )
 
+    def _renderer(self, tokenizer: "PreTrainedTokenizerFast") -> Renderer:
+        return Renderer(tokenizer, templates.find(self._conversations.writing.template, tokenizer))
+
     def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> Any:
         """The rollouts of the training split, or the conversations of another split.
 
         Raises:
             DataError: the prompts are missing or malformed, or one is too long.
         """
-        assert isinstance(self.prompts, dataset.Config), "the validator has checked it"
         if split != "train":
             return self.prompts.build(places, tokenizer, split, seed)
-        conversations = self.prompts
-        renderer = Renderer(tokenizer, templates.find(conversations.writing.template, tokenizer))
+        conversations = self._conversations
+        renderer = self._renderer(tokenizer)
         prompts = Prompts(
             conversations.read(places, split), renderer, conversations.writing, str(places.data / conversations.corpus)
         )

@@ -10,7 +10,7 @@ from src.data import jsonl
 from src.errors import DataError
 from src.experiments.batches import TokenBatch
 from src.systems.assistants.conversations.dataset import Writing, render_prompt
-from src.systems.assistants.conversations.entries import Message, check_row
+from src.systems.assistants.conversations.entries import Entry, Message, check_row, read_entry
 from src.systems.assistants.conversations.rendering import Renderer
 from src.systems.assistants.conversations.rows import (
     ANSWERED_ROW,
@@ -18,6 +18,7 @@ from src.systems.assistants.conversations.rows import (
     RANKED_ROW,
     SCORED_ROW,
     ConversationRows,
+    add_location,
     kind_of,
 )
 from src.systems.assistants.rewards.interface import row_entry
@@ -51,6 +52,34 @@ def check_beginning(path: Path, keys: Sequence[str]) -> None:
                 row_entry(row, key, where)
 
 
+def check_lengths(path: Path, renderer: Renderer, writing: Writing, tokens: int) -> None:
+    """Raises DataError, with FILE:LINE, if a prompt in the first thousand rows has more than `tokens` tokens."""
+    with open(path, "rb") as file:
+        for number, line in enumerate(itertools.islice(file, _NUM_CHECKED_ROWS), 1):
+            where = f"{path}:{number}"
+            row = jsonl.parse(line, where)
+            if kind_of(row) in PROMPT_KINDS:
+                entry = read_entry(row, where)
+                with add_location(where):
+                    ids, _ = _render(entry, renderer, writing)
+                _require_length(len(ids), tokens, where)
+
+
+def _require_length(length: int, tokens: int, where: str) -> None:
+    if length > tokens:
+        raise DataError(
+            f"{where}: the prompt has {length} tokens, but data.prompts.sequence_tokens is {tokens}. Raise it, or set "
+            "data.long_prompts: leave_out."
+        )
+
+
+def _render(entry: Entry, renderer: Renderer, writing: Writing) -> tuple[list[int], Sequence[Message]]:
+    """The ids and messages of the prompt in a row."""
+    has_answer = not entry.is_prompt and not entry.replies
+    messages, answer = (entry.messages[:-1], entry.messages[-1]) if has_answer else (entry.messages, None)
+    return render_prompt(renderer, writing, messages, answer), messages
+
+
 class Prompts:
     """The prompts of a split: conversations up to their last answer or ranked replies, and rows with only a prompt."""
 
@@ -69,10 +98,7 @@ class Prompts:
         fit = [row for row, length in zip(self._row_indices, lengths, strict=True) if length <= tokens]
         longer = next((index for index, length in enumerate(lengths) if length > tokens), None)
         if longer is not None and (long == "refuse" or not fit):
-            raise DataError(
-                f"{self._rows.location(self._row_indices[longer])}: the prompt has {lengths[longer]} tokens, but "
-                f"data.prompts.sequence_tokens is {tokens}. Raise it, or set data.long_prompts: leave_out."
-            )
+            _require_length(lengths[longer], tokens, self._rows.location(self._row_indices[longer]))
         if not fit:
             raise DataError(f"{self._name}: no conversation has a prompt.")
         if longer is not None:
@@ -97,10 +123,8 @@ class Prompts:
     def __getitem__(self, index: int) -> Prompt:
         number = self._row_indices[index]
         entry = self._rows.entry(number)
-        has_answer = not entry.is_prompt and not entry.replies
-        messages, answer = (entry.messages[:-1], entry.messages[-1]) if has_answer else (entry.messages, None)
         with self._rows.add_location(number):
-            ids = render_prompt(self.renderer, self._writing, messages, answer)
+            ids, messages = _render(entry, self.renderer, self._writing)
         return Prompt(ids, messages, self._rows[number])
 
     def collate(self, prompts: Sequence[Prompt]) -> TokenBatch:

@@ -15,7 +15,7 @@ from src.data.orders import ShuffledConfig
 from src.errors import ConfigError, DataError
 from src.evaluation.metrics import answers
 from src.experiments.config import Places, unknown
-from src.experiments.dataset_protocols import ContextDataset
+from src.experiments.dataset_protocols import NUM_CHECKED_QUESTIONS, ContextDataset, Prediction
 from src.experiments.interfaces import ModelConfig
 
 if TYPE_CHECKING:
@@ -124,6 +124,10 @@ class RowsConfig(ShuffledConfig):
 
     def count_questions(self, places: Places, most: int) -> int:
         return min(self.count_rows(places, "val", most), self.val_samples or most)
+
+    def first_questions(self, places: Places) -> list[Prediction]:
+        rows = islice(self._rows(places, "val"), NUM_CHECKED_QUESTIONS)
+        return [answers.make_prediction(row, answers.references(row)[0]) for row in rows]
 
     @abstractmethod
     def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> ContextDataset:
