@@ -4,6 +4,7 @@ import errno
 import functools
 import io
 import os
+import re
 import select
 import sys
 from collections.abc import Callable
@@ -85,6 +86,14 @@ def _has_lost_reader(pipe: int) -> bool:
     poll = select.poll()
     poll.register(pipe, select.POLLOUT)
     return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def system_error(error: Exception) -> OSError | None:
+    """The system's refusal that `error` reports, if any. safetensors names its number only in the message."""
+    if isinstance(error, OSError):
+        return error
+    number = type(error).__name__ == "SafetensorError" and re.search(r"serializing: .*\(os error (\d+)\)", str(error))
+    return OSError(int(number[1]), os.strerror(int(number[1]))) if number else None
 
 
 def check_all(*checks: Callable[[], object]) -> None:

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from src.errors import ConfigError, RunError, UserError
+from src.errors import ConfigError, RunError, UserError, system_error
 from src.support.parsing import parse_json
 from src.support.renaming import NOT_OFFERED, rename_over
 
@@ -36,7 +36,7 @@ _AGAIN = " Restore the folder from a copy, or run the command that made it again
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn an OSError of a write into a RunError that names `path`.
+    """Turn the system's refusal of a write into a RunError that names `path`.
 
     Raises:
         RunError: the disk is full, read-only, over quota or forbidden, or `path` leads nowhere, or is a FIFO or a
@@ -45,11 +45,11 @@ def writing(path: Path) -> Iterator[None]:
     _refuse_special_file(path, RunError, devices=False)
     try:
         yield
-    except OSError as error:
-        if error.errno not in _REFUSALS:
+    except Exception as error:
+        if (refusal := system_error(error)) is None or refusal.errno not in _REFUSALS:
             raise
-        advice = " Nothing complete was lost; make room or choose another folder." if error.errno in _FULL else ""
-        raise RunError(f"{path}: cannot write: {_reason(error, path)}.{advice}") from error
+        advice = " Nothing complete was lost; make room or choose another folder." if refusal.errno in _FULL else ""
+        raise RunError(f"{path}: cannot write: {_reason(refusal, path)}.{advice}") from error
 
 
 @contextlib.contextmanager

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save, save_file
 from torch import Tensor, nn
 
@@ -52,10 +51,6 @@ def begin(run: Path, step: int) -> Iterator[Path]:
             yield folder
     except _InUse as error:
         log.info("%s: not replaced, as another process uses it: %s", final, error)
-    except SafetensorError as error:
-        raise RunError(
-            f"{final}: cannot write: {error}. Nothing complete was lost; make room or choose another folder."
-        ) from None
 
 
 class _InUse(Exception):

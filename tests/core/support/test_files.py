@@ -14,7 +14,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy
 import pytest
+from safetensors.numpy import save_file
 
 from src import files
 from src.errors import CheckpointError, DataError, RunError
@@ -306,6 +308,13 @@ def test_a_full_disk_is_one_line_and_loses_nothing(small_disk):
         RunError, match=r"/f: cannot write: No space left on device\. Nothing complete was lost; make room"
     ):
         files.write_atomic(small_disk / "f", "n" * 2_000_000)
+    with (
+        pytest.raises(
+            RunError, match=r"/a: cannot write: No space left on device\. Nothing complete was lost; make room"
+        ),
+        files.new_directory(small_disk / "a") as folder,
+    ):
+        save_file({"weight": numpy.zeros(500_000)}, folder / "model.safetensors")
     assert files.defect(small_disk / "a") is None
     assert ((small_disk / "a" / "x").read_text(), (small_disk / "f").read_text()) == ("old", "old")
     assert names(small_disk) == ["a", "f"]

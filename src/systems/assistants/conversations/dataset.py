@@ -180,8 +180,8 @@ class Config(ConversationConfig):
     def first_questions(self, places: Places) -> list[Prediction]:
         path = jsonl.require_file(jsonl.corpus_folder(places, self.corpus), "val.jsonl")
         rows = (row for row in row_counts.iterate(path, {}, check=check_row) if kind_of(row) == ANSWERED_ROW)
-        answered = [read_entry(row, str(path)).messages for row in islice(rows, NUM_CHECKED_QUESTIONS)]
-        return [Prediction(answer.full_text, [answer.full_text], before[-1].full_text) for *before, answer in answered]
+        turns = [read_entry(row, str(path)).messages for row in islice(rows, NUM_CHECKED_QUESTIONS)]
+        return [Prediction(answer.full_text, [answer.full_text], before[-1].full_text) for *before, answer in turns]
 
     def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "Conversations":
         return Conversations(self, places, tokenizer, split, seed)
