@@ -3,6 +3,7 @@
 import hashlib
 import multiprocessing
 import os
+import signal
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -135,6 +136,7 @@ _jobs: list[Job] = []
 
 def _begin(job: Job) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each process has a core
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # at Ctrl-C only the command reports it
     _jobs.append(job)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 

@@ -24,6 +24,7 @@ import mmap
 import multiprocessing
 import os
 import re
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -184,9 +185,7 @@ def _index_all(index: Callable[[Any], Indexed], tars: Sequence[Any], processes: 
     errors, results = list[str](), list[Indexed]()
     workers = min(processes, len(tars))
     context = multiprocessing.get_context("forkserver")  # the fork server can have an older environment
-    with concurrent.futures.ProcessPoolExecutor(
-        max(workers, 1), context, _set_environment, (dict(os.environ),)
-    ) as pool:
+    with concurrent.futures.ProcessPoolExecutor(max(workers, 1), context, _begin, (dict(os.environ),)) as pool:
         futures = [pool.submit(index, tar) for tar in tars] if workers > 1 else []
         for number, tar in enumerate(tars):
             try:
@@ -327,8 +326,9 @@ def _place(output: Path, one: ShardSource) -> Path:
     return output / f"{name}-{hashlib.sha256(os.fsencode(one.url)).hexdigest()[:16]}"
 
 
-def _set_environment(environment: dict[str, str]) -> None:
+def _begin(environment: dict[str, str]) -> None:
     os.environ.update(environment)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # at Ctrl-C only the command reports it
 
 
 def _load_listed(output: Path, one: ShardSource) -> tar_index.TarIndex | None:

@@ -15,6 +15,7 @@ import logging
 import multiprocessing
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -270,7 +271,7 @@ def _run(parts: Sequence[Part], options: Options, workers: int, settings: dict[s
             _run_here(missing, options, workers)
     failed = [part for part in missing if not part.report.exists()]
     if failed:
-        unknown = "its process was killed, for example by the out-of-memory killer. Start again with fewer --workers"
+        unknown = "its process was killed, or could not write its error. Check memory (--workers) and disk space"
         raise DataError(
             "\n".join(
                 part.failure.read_text() if part.failure.exists() else f"{part.source}: {unknown}." for part in failed
@@ -291,12 +292,17 @@ def _run_here(parts: Sequence[Part], options: Options, workers: int) -> None:
     context.set_forkserver_preload([extraction.__name__])
 
     def make(part: Part) -> None:
-        process = context.Process(target=extraction.make_part, args=(part, options))
+        process = context.Process(target=_make_in_process, args=(part, options))
         process.start()
         process.join()
 
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
         list(pool.map(make, parts))
+
+
+def _make_in_process(part: Part, options: Options) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # at Ctrl-C only the command reports it
+    extraction.make_part(part, options)
 
 
 class Step:

@@ -628,6 +628,26 @@ def test_killed_worker_does_not_stop_other_sources(tmp_path: Path):
 
 
 @pytest.mark.slow
+def test_ctrl_c_ends_all_processes_without_a_traceback(tmp_path: Path):
+    (tmp_path / "pages").mkdir()
+    for number in range(2):
+        write_json(tmp_path / "pages" / f"{number}.jsonl.gz", [page(f"p{number}x{i}", 60) for i in range(500)])
+    write_json(tmp_path / "val.jsonl", [page("val")])
+    words = [sys.executable, "-m", "data_prep.metadata.prepare", "--name", "made", "--workers", "2", *EXTRACT]
+    words += ["--train", str(tmp_path / "pages"), "--val", str(tmp_path / "val.jsonl"), "--data_path", str(tmp_path)]
+    process = subprocess.Popen(
+        words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    while process.poll() is None and len(list((tmp_path / "made.parts").glob(".*.jsonl.*"))) < 2:
+        time.sleep(0.0002)
+    os.killpg(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 130
+    assert "Traceback" not in output
+    assert not list((tmp_path / "made.parts").glob("*.json"))
+
+
+@pytest.mark.slow
 def test_twenty_kills_do_not_change_the_result(tmp_path: Path):
     draws = random.Random(0)
     (tmp_path / "pages").mkdir()
