@@ -71,7 +71,7 @@ def prepare(data_path: Path, vocab_size: int = 4096, stdlib: Path | None = None)
     """Make the three folders below `data_path`; False if they are complete and have the same provenance.
 
     Raises:
-        DataError: there are no sources to read.
+        DataError: there are no sources to read, or a folder has other files; see `command.require_replaceable`.
         ConfigError: the vocabulary is too small for the 256 bytes and the control tokens.
         RunError: the disk refuses.
     """
@@ -82,6 +82,8 @@ def prepare(data_path: Path, vocab_size: int = 4096, stdlib: Path | None = None)
     made_from = _provenance(sources, vocab_size)
     if command.is_made([data_path / name for name in FOLDERS], made_from):
         return False
+    for name in FOLDERS:
+        command.require_replaceable(data_path / name)
     questions, skipped = question_rows(sources)
     texts = text_rows(sources)
     if not questions["train"] or not questions["val"]:
@@ -209,7 +211,6 @@ def _digest(texts: Iterator[str]) -> str:
 
 
 def _write_rows(folder: Path, rows: Rows, facts: Mapping[str, Any]) -> None:
-    command.require_replaceable(folder)
     with files.new_directory(folder, dict(facts)) as partial_folder:
         for split in SPLITS:
             with open(partial_folder / f"{split}.jsonl", "w", encoding="utf-8", newline="\n") as file:
@@ -248,7 +249,6 @@ def _write_tokenizer(folder: Path, lines: Sequence[str], vocab_size: int, facts:
         additional_special_tokens=[token for token in SPECIAL_TOKENS if token not in (END_OF_TEXT, PAD)],
         clean_up_tokenization_spaces=False,
     )
-    command.require_replaceable(folder)
     with files.new_directory(folder, {**facts, "tokens": len(fast)}) as partial_folder:
         fast.save_pretrained(partial_folder)
 

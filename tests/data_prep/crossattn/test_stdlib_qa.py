@@ -273,6 +273,15 @@ def test_no_sources_is_one_line(tmp_path, monkeypatch):
     assert not (tmp_path / "data").exists()
 
 
+@pytest.mark.parametrize("name", stdlib_qa.FOLDERS)
+def test_other_files_are_not_replaced(tmp_path, small_stdlib, name):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "notes.txt").touch()
+    with pytest.raises(DataError, match=re.escape(str(tmp_path / name / "notes.txt"))):
+        stdlib_qa.prepare(tmp_path, 600, small_stdlib)
+    assert [path.name for path in tmp_path.rglob("*")] == [name, "notes.txt"]
+
+
 def test_too_few_modules_for_two_splits(tmp_path):
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "one.py").write_text("x = 1\n")
