@@ -296,6 +296,10 @@ def check(args: argparse.Namespace, processes: int) -> None:
         raise ConfigError(
             "--python_binary: only for launched jobs. Add -j NAME, or start trainval.py with that command."
         )
+    if args.python_binary:
+        from src.launch.command import check_python_binary  # imports pydantic
+
+        check_python_binary(args.python_binary)
     if args.job_scheduler and processes > 1:
         raise ConfigError(
             "-j: each process that torchrun started would submit. "

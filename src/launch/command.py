@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from src.errors import LaunchError
+from src.errors import ConfigError, LaunchError
 from src.experiments.config import Config
 from src.launch.job import QUEUE_STOPPED, Job, LauncherConfig
 from src.runs.store import STATUS
@@ -73,13 +73,15 @@ _FILE = re.compile(r"(?:~|\.{1,2}|/[\w.-]+)/.*", re.DOTALL)
 _SECRET_VALUE = re.compile(
     r"\b(?:hf_|sk-|gh[pousr]_|github_pat_|glpat-|npm_|wandb_v\d_|AKIA|ASIA|AIza|xox[abprs]-)[\w-]{8,}|\beyJ[\w-]{10,}\.eyJ[\w-]{10,}"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----|://[^/\s:@]*:[^/\s@]+@"
+    r"|[?&](?:access_)?token=[^\s&$'\"]|(?i:\bauthorization)['\"]?\s*:\s*['\"]?\w+\s+[^\s$'\"]"
 )
 
 
 def _looks_like_a_key(name: str, value: str) -> bool:
     if _SECRET_VALUE.search(value):
         return True
-    harmless = _FILE.fullmatch(value) or (not _PASSWORD.search(name) and _HARMLESS.fullmatch(value))
+    is_password = _PASSWORD.search(name) and not name.upper().endswith(("FILE", "PATH", "DIR"))
+    harmless = not is_password and (_FILE.fullmatch(value) or _HARMLESS.fullmatch(value))
     return bool(_SECRET_NAME.search(name) and not harmless and value)
 
 
@@ -90,6 +92,14 @@ def check_no_key(text: str) -> str:
             "contains what looks like a key, which the job's files would expose. Export it where you submit."
         )
     return text
+
+
+def check_python_binary(text: str) -> None:
+    """Raises ConfigError if part of it looks like a key."""
+    try:
+        check_no_key(text)
+    except ValueError as error:
+        raise ConfigError(f"--python_binary: {error}") from None
 
 
 def _check_variables(environment: dict[str, str]) -> dict[str, str]:

@@ -69,7 +69,7 @@ def checks(recipe: TrainingRecipe, places: Places, scores: Collection[str]) -> l
     ]
     if harness:
         checks.append(lambda: call_once(harness.load, places))
-        scores = [*scores, "harness"] if harness.at == "evaluations" else scores
+        scores = [*scores, *(f"harness/{task}/" for task in harness.tasks if harness.at == "evaluations")]
     if loop:
         checks += [lambda: data.check_steps(loop.steps), recipe.check_compiled, lambda: loop.check(scores)]
     return checks

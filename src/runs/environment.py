@@ -136,6 +136,11 @@ def _digest(root: Path, includes: Callable[[Path], bool]) -> str:
     return digest.hexdigest()[:16]
 
 
+def hide_password(address: str) -> str:
+    """`address` without its user and password, even if it is malformed."""
+    return re.sub(r"(\w+://)?\S*@", rf"\1{_HIDDEN}@", address)
+
+
 def redact(command: Sequence[str]) -> list[str]:
     """`command` with secrets hidden: `--api_key x`, `--api_key=x`, `WANDB_API_KEY=x`, `https://user:x@host`."""
     shown_words: list[str] = []

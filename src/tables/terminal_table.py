@@ -102,19 +102,21 @@ def plain_score(name: str, candidates: Sequence[str]) -> str:
 
 def score_cells(table: Sequence[dict[str, Any]], name: str, interval: str, count: bool = False) -> list[str]:
     """Mean ± deviation of a score, to two digits of the smallest deviation, with "3 of 5" if not over all runs.
+    If that would be too many digits, each number has four or two significant ones.
 
     count: add the number of runs also if the mean is over all runs.
     """
     spreads = [half for row in table if (half := row[f"{name}_{interval}"])]
-    digits = max(0, min(_DIGITS, 1 - math.floor(math.log10(min(spreads))))) if spreads else None
+    digits = max(0, 1 - math.floor(math.log10(min(spreads)))) if spreads else _DIGITS + 1
+    plain, spread = (f".{digits}f", f".{digits}f") if digits <= _DIGITS else (".4g", ".2g")
 
     def cell(row: dict[str, Any]) -> str:
         mean, half, run_count = row[name], row[f"{name}_{interval}"], statistics.count_runs(row, name)
         if mean is None:
             return run_count
         run_count = run_count or (str(row["runs"]) if count and half is not None else "")
-        text = f"{mean:.4g}" if digits is None else f"{mean:.{digits}f}"
-        text += f" ± {half:.{digits}f}" if digits is not None and half is not None else ""
+        text = f"{mean:{plain}}"
+        text += f" ± {half:{spread}}" if spreads and half is not None else ""
         return f"{text} ({run_count})" if run_count else text
 
     return [cell(row) for row in table]

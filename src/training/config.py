@@ -241,8 +241,9 @@ class LoopConfig(Config):
         """
         if self.ema:
             scores = {*scores, *(f"{score}_ema" for score in scores)}
-        name, _, part = self.best_metric.partition("/")  # "em/nq": over the rows of one source, where metrics are given
-        if name not in scores or (part and name.startswith("val_")):
+        # "em/nq": over the rows of one source, where metrics are given
+        starts = [f"{score.rstrip('/')}/" for score in scores if not score.startswith("val_") and "@" not in score]
+        if self.best_metric not in scores and not self.best_metric.startswith(tuple(starts)):
             if "best_metric" not in self.model_fields_set:
                 raise ConfigError(
                     f"loop.best_metric: missing, and its default {self.best_metric!r} is not a score of this recipe. "

@@ -14,7 +14,7 @@ from src.files import write_atomic, writing
 from src.launch.command import INTERRUPTED_EXIT, STOP_AFTER_FAILURES, STOPPED_EXIT, QueueConfig, shell_line
 from src.launch.job import Job, Note, SchedulerState
 from src.launch.ray.api import ADDRESS, Refusal, brief, call_api, find_address
-from src.runs.environment import JOBS_PER_GPU
+from src.runs.environment import JOBS_PER_GPU, hide_password
 from src.runs.lease import LEASE, STALE_SECONDS
 from src.runs.store import STATUS
 
@@ -99,7 +99,8 @@ class Config(QueueConfig):
     def _is_http(cls, address: str) -> str:
         if address and not ADDRESS.fullmatch(address):
             raise ValueError(
-                f"expected http://HOST:PORT of Ray's dashboard, without a user or a password, got {address!r}."
+                f"expected http://HOST:PORT of Ray's dashboard, without a user or a password, "
+                f"got {hide_password(address)!r}."
             )
         return address
 

@@ -145,6 +145,7 @@ def test_evaluating_tasks_changes_no_training_and_resumes(folder: Path):
         ({"harness.tasks": ["colours", "arc_easy"]}, ("harness.tasks: 'arc_easy'", "--tasks arc_easy")),
         ({"harness.task_folder": "nowhere"}, ("harness.task_folder: ", "nowhere")),
         ({"loop.best_metric": "harness/colours/acc", "loop.best_mode": "max"}, ()),
+        ({"loop.best_metric": "harness/colors/acc", "loop.best_mode": "max"}, ("unknown score 'harness/colors/acc'",)),
     ],
 )
 def test_a_dry_run_checks_tasks_and_their_data(folder: Path, changes: dict[str, Any], texts: tuple[str, ...]):

@@ -286,6 +286,9 @@ KEYS = [
         ]
     ),
     *(("AWS_SECRET_ACCESS_KEY", value) for value in ("/xyzzyxyzzy+xyzzy", "xyzzy/xyzzy+xyzzy")),  # no path of a file
+    ("AWS_SECRET_ACCESS_KEY", "/xyzzy/xyzzy+xyzzy"),
+    ("A", "http://10.0.0.7:8010/RUN?token=xyzzy"),
+    ("A", '{"Authorization": "Bearer xyzzy"}'),
     *((name, "123456") for name in ("PASSWORD", "PASSWD", "SECRET")),
 ]
 
@@ -300,6 +303,7 @@ def test_a_value_that_looks_like_a_key_is_refused(world: World):
     harmless = {
         "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1",
         "WANDB_API_KEY_FILE": "/home/me/.key",
+        "DB_PASSWORD_FILE": "/run/secrets/db",
         "TOKENIZERS_PARALLELISM": "false",
         "MAX_TOKENS": "12",
         "AUTHOR": "x",

@@ -422,7 +422,7 @@ def test_states_of_jobs(cluster: FakeRay, world: World, facts: dict[str, Any], s
     ("raw", "match"),
     [
         ({"address": "ray://head:10001"}, "expected http://HOST:PORT of Ray's dashboard"),
-        ({"address": "http://me:secret@head:8265"}, "without a user or a password"),
+        ({"address": "http://me:secret@head:8265"}, r"without a user or a password, got 'http://\*\*\*@head:8265'"),
         ({"num_gpus": 1.5}, "expected an integer above 1, got 1.5"),
         ({"resources": {"GPU": 1}}, "num_gpus instead of 'GPU'"),
         ({"processes": {"starter": "torchrun", "nodes": 2}}, "a job of Ray runs on one node"),

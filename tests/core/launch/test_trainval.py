@@ -587,6 +587,10 @@ class TestBadInput:
         [
             ([], "nothing to run"),
             (["-e", "g", "--python_binary", "x"], "--python_binary: only for launched jobs"),
+            (
+                ["-e", "g", "-j", "local", "--python_binary", "env A=hf_xyzzyxyzzy torchrun"],
+                "--python_binary: contains",
+            ),
             (["-e", "g", "--log_every", "0"], "--log_every: expected at least 1, got 0"),
             (["-e", "g", "--save_every", "0"], "--save_every: expected at least 1, got 0"),
             (["-e", "g", "--stop_after", "0"], "--stop_after: expected seconds above 0, got 0"),

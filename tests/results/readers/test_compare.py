@@ -231,12 +231,17 @@ def test_no_verdict_with_an_unfinished_seed(state: str, tmp_path: Path, capsys: 
     assert (candidate["verdict"], candidate["failed_seeds"]) == ("not distinguishable", [3])
 
 
-def test_seeds_without_an_effect_are_no_sample(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    for rate, value in ((0.1, 0.5), (0.2, 0.6)):
+@pytest.mark.parametrize("step", [0, 0.001])
+@pytest.mark.parametrize("values", [(0.5, 0.6), (0.1, 0.2), (0.14, 0.52)])
+def test_seeds_without_an_effect_are_no_sample(
+    values: tuple[float, float], step: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Also if the mean of equal numbers, or their differences, differ by rounding."""
+    for rate, value in zip((0.1, 0.2), values, strict=True):
         for seed in range(3):
-            make(tmp_path, seed, rate, 1.0, higher=value - seed / 1000)
+            make(tmp_path, seed, rate, 1.0, higher=value - seed * step)
     (candidate,) = report(capsys, tmp_path, "rate0.1", "rate0.2", "--metric", "em")["candidates"]
-    assert candidate["difference"] == pytest.approx(0.1)
+    assert candidate["difference"] == pytest.approx(values[1] - values[0])
     assert (candidate["verdict"], candidate["p"]) == ("not distinguishable", 1.0)
 
 

@@ -220,9 +220,10 @@ def test_a_missing_best_metric_is_reported_with_its_default(folder: Path, capsys
     assert "x[0]: loop.best_metric: missing, and its default 'val_loss' is not a score of this recipe." in message
     assert "loop.best_mode" in message
     assert "em_mean@2" in message
-    exp = override(GRPO, {"loop.best_metric": "val_loss"})
-    assert toy.main(["-e", "x", "--dry-run"], {"x": [exp]}, folder) == 1
-    assert "loop.best_metric: unknown score 'val_loss'." in capsys.readouterr().err
+    for name in ("val_loss", "em_mean@2/typo"):
+        exp = override(GRPO, {"loop.best_metric": name})
+        assert toy.main(["-e", "x", "--dry-run"], {"x": [exp]}, folder) == 1
+        assert f"loop.best_metric: unknown score '{name}'." in capsys.readouterr().err
 
 
 def test_a_prompt_longer_than_its_room_is_refused_or_left_out(

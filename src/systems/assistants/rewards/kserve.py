@@ -16,6 +16,7 @@ from importlib import import_module
 from typing import Any, NoReturn, Protocol, TypeGuard
 
 from src.errors import ConfigError, RunError
+from src.runs.environment import hide_password
 from src.support.parsing import parse_json
 
 GRPC_PACKAGE = "requirements/serving.txt"
@@ -25,7 +26,7 @@ FINGERPRINT = "fingerprint"
 CONNECT_SECONDS = 5.0
 _TRANSIENT = {408, 425, 429}
 _ADDRESS = re.compile(
-    r"(?:(grpc|http)://)?(\[[0-9a-fA-F:.]+\]|[^\s/:,\[\]]+):(\d{1,5})/([A-Za-z0-9][\w.-]*)/?(?:\?token=([^\s,&]+))?"
+    r"(?:(grpc|http)://)?(\[[0-9a-fA-F:.]+\]|[^\s/:,@\[\]]+):(\d{1,5})/([A-Za-z0-9][\w.-]*)/?(?:\?token=([^\s,&]+))?"
 )
 
 
@@ -98,7 +99,10 @@ def parse_addresses(text: str) -> list[Address]:
                 "HOST:PORT/MODEL (gRPC), "
                 "http://HOST:PORT/MODEL or http://HOST:PORT/MODEL?token=TOKEN, separated by commas"
             )
-            raise ConfigError(f"{part.partition('?')[0].strip()!r}: expected {expected}.")
+            visible_part = hide_password(part.partition("?")[0].strip())
+            if "/" not in visible_part and "?" in text:
+                visible_part = "***"  # the rest of a token with a comma
+            raise ConfigError(f"{visible_part!r}: expected {expected}.")
         addresses.append(Address(match[1] or "grpc", match[2], int(match[3]), match[4], match[5] or ""))
     if len({str(address) for address in addresses}) < len(addresses):
         raise ConfigError(f"{', '.join(map(str, addresses))}: duplicate address. List each instance once.")

@@ -204,7 +204,7 @@ def open_files(folder: Path, data: Path, sources: int = 1, max_cached: int = _OP
         size = 0
     if size <= 0:
         raise ConfigError(f"SHARD_CACHE_GB: expected a number above 0, got {value!r}.")
-    cache = Path(os.environ.get("SHARD_CACHE") or data / "shard_cache")
+    cache = Path(os.environ.get("SHARD_CACHE") or data / "shard_cache").expanduser()
     return ShardFiles(folder, max(8, 4 * _OPEN // sources), cache, size, max_cached=max_cached)
 
 

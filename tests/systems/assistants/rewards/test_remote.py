@@ -365,6 +365,10 @@ def test_address_can_have_a_token_which_is_never_shown():
         "grpc://host:80/m?token=secret",
         "http://host:80/m?token=",
         "http://host:80?token=secret",
+        "http://host:80/m?token=a,secret",
+        "http://me:secret@host:80/m",
+        "http://secret@host:80/m",
+        "me:sec/ret@host:80/m/secret@x",
     ):
         with pytest.raises(ConfigError) as error:
             kserve.parse_addresses(text)

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from src.errors import ConfigError
 from src.files import ROOT
+from src.runs.environment import hide_password
 from src.systems.interleaved.streaming.manifest import ChangedShardError, ShardUnavailable
 
 HUB = "hf://"
@@ -122,9 +123,16 @@ def _open_s3(bucket: str, timeout: str) -> Any:
     endpoint = (
         os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT")
     )
-    if endpoint:
-        profile["endpoint"] = endpoint
+    if endpoint or "endpoint" in profile:
+        profile["endpoint"] = _check_endpoint(endpoint or profile["endpoint"])
     return _open("S3Store", bucket, timeout, tuple(sorted(profile.items())))
+
+
+def _check_endpoint(address: str) -> str:
+    match = re.fullmatch(r"(https?)(://[^\s/]\S*)", address.strip(), re.IGNORECASE)
+    if match is None:  # obstore would panic
+        raise ConfigError(f"S3 endpoint {hide_password(address)!r}: expected http://HOST:PORT or https://HOST.")
+    return match[1].lower() + match[2]
 
 
 def _open_gs(bucket: str, timeout: str) -> Any:
@@ -160,33 +168,35 @@ def _open(kind: str, bucket: str, timeout: str, settings: tuple[tuple[str, str],
 def _read_profile() -> dict[str, str]:
     """Keys, region and endpoint of the profile AWS_PROFILE in ~/.aws, which obstore does not read.
 
-    Empty if the environment has keys. The files are read for each request, as other programs renew the keys.
+    Without keys if the environment has them, or if requests are not signed. The files are read for each request, as
+    other programs renew the keys.
     """
-    if "AWS_ACCESS_KEY_ID" in os.environ:
-        return {}
+    is_unsigned = os.environ.get("AWS_SKIP_SIGNATURE", "").lower() in ("1", "true", "on", "yes", "y")
+    needs_keys = "AWS_ACCESS_KEY_ID" not in os.environ and not is_unsigned
     name = os.environ.get("AWS_PROFILE", "default")
     folder = Path.home() / ".aws"
-    config = _read_ini(Path(os.environ.get("AWS_CONFIG_FILE") or folder / "config"))
-    credentials = _read_ini(Path(os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or folder / "credentials"))
+    config = _read_ini(Path(os.environ.get("AWS_CONFIG_FILE") or folder / "config").expanduser())
+    credentials = _read_ini(Path(os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or folder / "credentials").expanduser())
     section = name if name == "default" else f"profile {name}"
     profile = {
         **(config[section] if config.has_section(section) else {}),
         **(credentials[name] if credentials.has_section(name) else {}),
     }
     unread = [key for key in profile if key in ("role_arn", "credential_process") or key.startswith("sso_")]
-    if "aws_access_key_id" not in profile and (unread or (name != "default" and not profile)):
+    if needs_keys and "aws_access_key_id" not in profile and (unread or (name != "default" and not profile)):
         raise ConfigError(
             f"AWS_PROFILE {name}: {f'{unread[0]} is not supported' if unread else f'not in {folder}'}. "
             f'Export its keys: eval "$(aws configure export-credentials --profile {name} --format env)"'
         )
-    names = {
-        "aws_access_key_id": "access_key_id",
-        "aws_secret_access_key": "secret_access_key",
-        "aws_session_token": "token",
-    }
-    names |= {"endpoint_url": "endpoint"} | (
-        {} if "AWS_REGION" in os.environ or "AWS_DEFAULT_REGION" in os.environ else {"region": "region"}
-    )
+    names = {"endpoint_url": "endpoint"}
+    if needs_keys:
+        names |= {
+            "aws_access_key_id": "access_key_id",
+            "aws_secret_access_key": "secret_access_key",
+            "aws_session_token": "token",
+        }
+    if "AWS_REGION" not in os.environ and "AWS_DEFAULT_REGION" not in os.environ:
+        names["region"] = "region"
     return {ours: profile[theirs] for theirs, ours in names.items() if profile.get(theirs)}
 
 
@@ -240,6 +250,8 @@ def _translate_errors(url: str) -> Generator[None]:
         yield
     except (OSError, BaseError) as error:
         raise _explain(url, error) from None
+    except ValueError as error:  # of a key with an empty part, "." or ".."
+        raise ConfigError(f"{url}: {_first_line(error)}. Rename the object.") from None
 
 
 def _explain(url: str, error: Exception) -> Exception:

@@ -132,6 +132,52 @@ def test_keys_that_are_renewed_in_a_profile_are_used(
     assert used_keys == {"old eu-west-3", "new eu-west-3"}
 
 
+def test_region_and_endpoint_of_a_profile_are_read_beside_exported_keys(
+    server: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As after `aws configure export-credentials`, and for a public bucket."""
+    shard = on_s3(server, monkeypatch)
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("AWS_CONFIG_FILE", "~/config")
+    monkeypatch.setenv("AWS_PROFILE", "lab")
+    (tmp_path / "config").write_text(
+        f"[profile lab]\nsso_session = x\nregion = eu-west-3\nendpoint_url = {server.endpoint}\n"
+    )
+    for variables in ({"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}, {"AWS_SKIP_SIGNATURE": "true"}):
+        with monkeypatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            files = ShardFiles(tmp_path, cache=tmp_path / f"cache_{len(variables)}", cache_bytes=10**6)
+            assert files.read(shard, 0, shard.bytes) == b"x" * 1000
+            assert objects._locate(shard.url, 1)[0].config["region"] == "eu-west-3"
+
+
+@pytest.mark.parametrize(
+    "address", ["localhost:9000", "127.0.0.1:9000", "minio.lab:9000/x", "ftp://host", "https://", "me:secret@host:9000"]
+)
+def test_an_endpoint_without_a_scheme_is_refused(address: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+    with pytest.raises(objects.ConfigError, match=f"S3 endpoint .*{address.rpartition('@')[2]}") as error:
+        objects.head("s3://bucket/key", 1)
+    assert "secret" not in str(error.value)
+
+
+def test_an_endpoint_in_capitals_or_with_blanks_is_used(server: ObjectServer, monkeypatch: pytest.MonkeyPatch):
+    shard = on_s3(server, monkeypatch)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f" {server.endpoint.replace('http', 'HTTP')} ")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
+    assert objects.head(shard.url, 5)[0] == shard.bytes
+
+
+@pytest.mark.parametrize("key", ["a//b.tar", "./a.tar", "a/../b.tar"])
+def test_a_key_that_the_library_cannot_read_is_refused(key: str, server: ObjectServer, monkeypatch: pytest.MonkeyPatch):
+    on_s3(server, monkeypatch)
+    with pytest.raises(objects.ConfigError, match=re.escape(f"s3://shards/{key}")):
+        objects.head(f"s3://shards/{key}", 1)
+
+
 def test_a_damaged_profile_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
     (tmp_path / "credentials").write_bytes(b"no section\xff")
