@@ -187,13 +187,9 @@ def t_975(freedom: float) -> float:
     return float(stdtrit(freedom, 0.975))
 
 
-_ROUNDING = 1e-14
-
-
 def deviation(values: Sequence[float]) -> float:
-    """The sample standard deviation of at least two values; 0 if they differ only by rounding. Ten times as fast as
-    `statistics.stdev`."""
-    if max(values) - min(values) <= _ROUNDING * max(map(abs, values)):
+    """The sample standard deviation of at least two values. Ten times as fast as `statistics.stdev`."""
+    if min(values) == max(values):  # their mean can differ from them by rounding
         return 0.0
     mean = statistics.fmean(values)
     return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
