@@ -132,7 +132,7 @@ def test_keys_that_are_renewed_in_a_profile_are_used(
     assert used_keys == {"old eu-west-3", "new eu-west-3"}
 
 
-def test_region_and_endpoint_of_a_profile_are_read_beside_exported_keys(
+def test_region_and_endpoint_of_a_profile_are_read_with_exported_keys(
     server: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """As after `aws configure export-credentials`, and for a public bucket."""
