@@ -20,7 +20,7 @@ import pytest
 
 from src.errors import ConfigError
 from src.systems.interleaved.streaming.manifest import ChangedShardError, Shard, ShardUnavailable, sample_tar
-from src.systems.interleaved.streaming.shard_files import ShardFiles
+from src.systems.interleaved.streaming.shard_files import ShardFiles, open_files
 
 SIZE = 1000
 FORK = multiprocessing.get_context("fork")
@@ -465,3 +465,11 @@ def test_a_lock_that_is_never_given_back(pipe_shard: Callable[..., Shard], tmp_p
         with pytest.raises(ShardUnavailable, match=r"cache/\.lock: another process"):
             reader(tmp_path, patience=0.2).read(pipe_shard("a"), 0, 1)
     assert cached(tmp_path) == set()
+
+
+def test_the_cache_can_be_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SHARD_CACHE", "~/shards")
+    cache = open_files(tmp_path, tmp_path).cache
+    assert cache is not None
+    assert cache.folder == tmp_path / "shards"
