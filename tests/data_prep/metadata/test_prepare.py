@@ -634,17 +634,20 @@ def test_ctrl_c_ends_all_processes_without_a_traceback(tmp_path: Path):
         write_json(tmp_path / "pages" / f"{number}.jsonl.gz", [page(f"p{number}x{i}", 60) for i in range(500)])
     write_json(tmp_path / "val.jsonl", [page("val")])
     words = [sys.executable, "-m", "data_prep.metadata.prepare", "--name", "made", "--workers", "2", *EXTRACT]
-    words += ["--train", str(tmp_path / "pages"), "--val", str(tmp_path / "val.jsonl"), "--data_path", str(tmp_path)]
+    words += ["--train", str(tmp_path / "pages"), "--val", str(tmp_path / "val.jsonl"), "--data_path"]
+    words.append(str(tmp_path / "data"))
     process = subprocess.Popen(
         words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
-    while process.poll() is None and len(list((tmp_path / "made.parts").glob(".*.jsonl.*"))) < 2:
+    parts = tmp_path / "data" / "made.parts"
+    while process.poll() is None and not all(list(parts.glob(f".{number}-*.jsonl.*")) for number in range(2)):
         time.sleep(0.0002)
     os.killpg(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 130
     assert "Traceback" not in output
-    assert not list((tmp_path / "made.parts").glob("*.json"))
+    subprocess.run(words, cwd=ROOT, check=True, capture_output=True)
+    assert len(rows(tmp_path, "train")) == 1000
 
 
 @pytest.mark.slow
