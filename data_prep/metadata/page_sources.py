@@ -109,6 +109,8 @@ def _warc_pages(path: Path, counts: Counter[str], kinds: Collection[str]) -> Ite
         with reading(path, DataError), (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
             stream = _Gzip(file)
             for number, record in enumerate(Records(stream), 1):
+                if record.format == "arc":
+                    raise DataError(f"{path}: an ARC file. Convert it to WARC: warcio recompress {path} NAME.warc.gz")
                 if not (record.rec_headers.get_header("Content-Length") or "").isdigit():
                     raise ArchiveLoadFailed("it has no Content-Length")
                 _normalise_codings(record)
@@ -143,6 +145,9 @@ def _read_page(record: Any) -> RawPage:
     if hasattr(stream, "all_chunks_read"):
         stream.stream = chunks = _Chunks(stream.stream)
     data = stream.read(LONGEST_PAGE + 1)
+    while len(data) <= LONGEST_PAGE and _unused(stream).startswith(_COMPRESSED_PREFIXES[0]):  # more members of gzip
+        stream.read_next_member()
+        data += stream.read(LONGEST_PAGE + 1 - len(data))
     is_truncated = bool(record.rec_headers.get_header("WARC-Truncated"))
     if len(data) <= LONGEST_PAGE:  # it was read to its end
         is_truncated |= chunks is not None and (chunks.is_cut or (stream.all_chunks_read and not chunks.last))
@@ -150,6 +155,10 @@ def _read_page(record: Any) -> RawPage:
         finished = getattr(decompressor, "is_finished", None)  # of brotli; the others have `eof`
         is_truncated |= not (finished() if finished else getattr(decompressor, "eof", True))
     return RawPage(data, _type(record), is_truncated)
+
+
+def _unused(stream: Any) -> bytes:
+    return getattr(getattr(stream, "decompressor", None), "unused_data", b"")
 
 
 def _type(record: Any) -> str:

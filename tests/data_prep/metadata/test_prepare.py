@@ -456,6 +456,25 @@ def test_codings_of_warc_responses_are_case_insensitive(tmp_path: Path):
     assert [row["text"].split()[0] for row in rows(tmp_path, "train")] == ["one", "packed", "x-gzip"]
 
 
+def test_all_gzip_members_of_a_body_are_read(tmp_path: Path):
+    html = ("Content-Type: text/html", "Content-Encoding: gzip")
+    body = html_page("one ")
+    members = [gzip.compress(body[start : start + 20]) for start in range(0, len(body), 20)]
+    records = [response(b"".join(members), *html), response(gzip.compress(body) + b"garbage", *html)]
+    assert prepare_warc(tmp_path, records) == 0
+    first, second = rows(tmp_path, "train")
+    assert first["text"] == second["text"] != ""
+
+
+def test_an_arc_file_is_named_as_such(tmp_path: Path):
+    version = b"1 0 Crawler\nURL IP-address Archive-date Content-type Archive-length\n"
+    head = b"filedesc://made.arc 0.0.0.0 20050101000000 text/plain %d\n" % len(version)
+    path = tmp_path / "made.warc"
+    path.write_bytes(head + version + b"\n")
+    with pytest.raises(DataError, match=f"^{re.escape(str(path))}: an ARC file"):
+        next(page_sources.read_rows(path))
+
+
 def test_warc_records_are_counted_by_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     html = ("Content-Type: text/html",)
     records = [
