@@ -46,16 +46,12 @@ from typing import Any
 
 import torch
 
-from benchmarks import gpu_peers
-from src.data.jsonl import SPLITS
+from benchmarks import gpu_peers, gpu_runs
+from benchmarks.gpu_runs import GPU, ROOT
 from src.experiments.grid import override
-from src.experiments.identity import exp_id
-from src.files import new_directory
 from src.training.monitoring.flops import peak_flops
 from tests import toy
 
-ROOT = Path(__file__).resolve().parents[1]
-GPU = torch.cuda.is_available()
 PRECISIONS = (
     "float32",
     *(["bfloat16"] if not GPU or torch.cuda.is_bf16_supported(including_emulation=False) else []),
@@ -63,66 +59,10 @@ PRECISIONS = (
 )
 HALF = "bfloat16" if "bfloat16" in PRECISIONS else "float16"
 """Precision of the large models."""
-IS_SMALL = GPU and torch.cuda.get_device_properties(0).total_memory < 40 * 2**30
 SECONDS = 360
 """Time limit of an item."""
 TOTAL_SECONDS = 1200
 """Time limit of all items."""
-T5_TOKENIZER = "toy_t5_tokenizer"
-T5: dict[str, Any] = {
-    "recipe": "t5_pretrain",
-    "seed": 0,
-    "model": {
-        "name": "t5",
-        "random": {
-            "tokenizer": T5_TOKENIZER,
-            "hidden_size": 32,
-            "feed_forward_size": 64,
-            "num_layers": 2,
-            "num_heads": 2,
-        },
-    },
-    "data": {"name": "span_corruption", "corpus": "toy_text", "input_tokens": 24},
-    "loop": {**toy.BASE["loop"]},
-}
-TINY: dict[str, dict[str, Any]] = {
-    "lm": toy.BASE,
-    "crossattn": {k: v for k, v in toy.CROSSATTN.items() if k != "answers"},
-    "t5": T5,
-}
-# About 1.1 billion parameters, and T5 v1.1-base.
-_LARGE_LM = {"hidden_size": 2048, "num_layers": 10 if IS_SMALL else 21, "num_heads": 16, "max_positions": 1024}
-_LARGE_T5 = {
-    "hidden_size": 768,
-    "feed_forward_size": 2048,
-    "num_layers": 12,
-    "num_heads": 12,
-    "vocabulary_multiple": 32_128,
-}
-_LONG_TEXTS = {"data.corpus": "long_texts", "data.sequence_tokens": 1024 if GPU else 16}
-SIZES: dict[str, dict[str, Any]] = {
-    "lm": {**({"model": {**toy.BASE["model"], **_LARGE_LM}} if GPU else {}), **_LONG_TEXTS},
-    "llama": {"model": {"name": "hf", "path": gpu_peers.LLAMA}, **_LONG_TEXTS},
-    "t5": {"model.random": {**T5["model"]["random"], **_LARGE_T5}, "data.input_tokens": 512} if GPU else {},
-}
-LLAMA = (
-    {
-        "hidden_size": 2048,
-        "intermediate_size": 5632,
-        "num_hidden_layers": 11 if IS_SMALL else 22,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-    }
-    if GPU
-    else {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
-)
-"""The shape of TinyLlama, of 1.0 billion parameters without its vocabulary."""
 ROW_EVERY = ("--log_every", "10" if GPU else "4")
 """The last row of perf.jsonl has the speed of the last of these steps alone, without compilation and warm-up."""
 TARGETS = {"lm": 0.50, "llama": 0.50, "t5": 0.45}
@@ -206,8 +146,8 @@ def _run_item(name: str, output: Path) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         try:
-            _write_t5_tokenizer(toy.write_data(folder / "data"))
-            write_long_texts(folder / "data")
+            gpu_runs.write_t5_tokenizer(toy.write_data(folder / "data"))
+            gpu_runs.write_long_texts(folder / "data")
             result = {"state": "passed", "found": ITEMS[name](folder)}
         except SkipItem as missing:
             result = {"state": "not tried", "reason": str(missing)}
@@ -240,9 +180,9 @@ def device(folder: Path) -> dict[str, Any]:
 def precisions(folder: Path) -> dict[str, Any]:
     """The first losses, on the device and on the CPU."""
     differences: dict[str, Any] = {}
-    on_cpu = _losses(folder / "cpu", toy.BASE, without_gpu=True)
+    on_cpu = gpu_runs.losses(folder / "cpu", toy.BASE, without_gpu=True)
     for precision in PRECISIONS:
-        losses = _losses(folder / precision, override(toy.BASE, {"loop.precision": precision}))
+        losses = gpu_runs.losses(folder / precision, override(toy.BASE, {"loop.precision": precision}))
         differences[precision] = max(abs(a - b) / abs(b) for a, b in zip(losses, on_cpu, strict=True))
         assert differences[precision] < {"float32": 1e-3}.get(precision, 0.05), (precision, losses, on_cpu)
     return {f"largest difference to float32 on the CPU, {name}": round(value, 6) for name, value in differences.items()}
@@ -253,15 +193,15 @@ def resume(folder: Path) -> dict[str, Any]:
     exps = {
         f"{name} {precision}": override(exp, {"loop.precision": precision, "loop.steps": 8, "loop.eval_every": 4})
         for precision in PRECISIONS
-        for name, exp in TINY.items()
+        for name, exp in gpu_runs.TINY.items()
     }
     whole, cut = folder / "whole", folder / "cut"
-    _train(whole, list(exps.values()), "--with-parents")
+    gpu_runs.train(whole, list(exps.values()), "--with-parents")
     for exp in exps.values():
-        _train(cut, [exp], "--with-parents", kill_after=4)
-    _train(cut, list(exps.values()), "--with-parents")
+        gpu_runs.train(cut, [exp], "--with-parents", kill_after=4)
+    gpu_runs.train(cut, list(exps.values()), "--with-parents")
     for name, exp in exps.items():
-        one, other = (_weights(place, exp) for place in (whole, cut))
+        one, other = (gpu_runs.weights(place, exp) for place in (whole, cut))
         assert one == other, f"{name}: other bits"
     return {"same bits": list(exps)}
 
@@ -271,8 +211,8 @@ def overflow(folder: Path) -> dict[str, Any]:
     if not GPU:
         raise SkipItem("float16 needs a GPU")
     exp = override(toy.BASE, {"loop.precision": "float16", "loop.z_loss": 1e4, "loop.steps": 60, "loop.eval_every": 20})
-    _train(folder / "float16", [exp])
-    rows = _scores(folder / "float16", exp)
+    gpu_runs.train(folder / "float16", [exp])
+    rows = gpu_runs.scores(folder / "float16", exp)
     skipped = [row.get("skipped_steps", 0) for row in rows]
     assert skipped[0] > 0, rows
     assert skipped[-1] < skipped[0], rows
@@ -285,12 +225,14 @@ def stop(folder: Path) -> dict[str, Any]:
     checkpoints = {}
     for precision in PRECISIONS:
         exp = override(toy.BASE, {"loop.steps": 100_000, "loop.eval_every": 50_000, "loop.precision": precision})
-        process = _begin(folder, [exp], "--log_every", "10")
-        _wait_for_scores(process, folder, exp)
+        process = gpu_runs.begin(folder, [exp], "--log_every", "10")
+        gpu_runs.wait_for_scores(process, folder, exp)
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=120)
         assert process.returncode == 75, output
-        checkpoints[precision] = max(place.name for place in (_run(folder, exp) / "checkpoints").glob("step-*"))
+        checkpoints[precision] = max(
+            place.name for place in (gpu_runs.run_folder(folder, exp) / "checkpoints").glob("step-*")
+        )
     return {"exit code": 75, "checkpoint": checkpoints}
 
 
@@ -301,12 +243,12 @@ def sharded(folder: Path) -> dict[str, Any]:
     ways: dict[str, list[str]] = {"replicated": [], "fsdp": ["--fsdp"]}
     if importlib.util.find_spec("deepspeed"):
         ways["zero3"] = ["--deepspeed", str(settings)]
-    exp, results = _large("lm", {"loop.precision": HALF}), {}
+    exp, results = gpu_runs.large("lm", {"loop.precision": HALF}), {}
     for name, words in ways.items():
-        _train(folder / name, [exp], *words)
+        gpu_runs.train(folder / name, [exp], *words)
         results[name] = {
-            "loss": _scores(folder / name, exp)[-1]["train_loss"],
-            **_perf(folder / name, exp, "peak_memory_bytes"),
+            "loss": gpu_runs.scores(folder / name, exp)[-1]["train_loss"],
+            **gpu_runs.perf(folder / name, exp, "peak_memory_bytes"),
         }
     for values in results.values():
         assert abs(values["loss"] / results["replicated"]["loss"] - 1) < 1e-2, results
@@ -314,14 +256,14 @@ def sharded(folder: Path) -> dict[str, Any]:
 
 
 def speed(name: str, folder: Path) -> dict[str, Any]:
-    """Compare training speed for the same model on the same tokens. name: key of `SIZES`."""
+    """Compare training speed for the same model on the same tokens. name: key of `gpu_runs.SIZES`."""
     results: dict[str, Any] = {}
-    gpu_peers.write_llama(folder / "data" / gpu_peers.LLAMA, folder / "data" / "toy_tokenizer", LLAMA)
+    gpu_peers.write_llama(folder / "data" / gpu_peers.LLAMA, folder / "data" / "toy_tokenizer", gpu_runs.LLAMA)
     for compiled in (False, True) if GPU else (False,):
-        exp = _large(name, {"loop.precision": HALF, **({"loop.compile": True} if compiled else {})})
+        exp = gpu_runs.large(name, {"loop.precision": HALF, **({"loop.compile": True} if compiled else {})})
         place = folder / f"{name}-{compiled}"
-        _train(place, [exp], *ROW_EVERY)
-        perf = _perf(place, exp, "tokens_per_second", "mfu", "peak_memory_bytes", "data_wait_rate")
+        gpu_runs.train(place, [exp], *ROW_EVERY)
+        perf = gpu_runs.perf(place, exp, "tokens_per_second", "mfu", "peak_memory_bytes", "data_wait_rate")
         if name != "t5":
             work = gpu_peers.Work(exp, folder / "data", compiled)
             perf["times bare"] = perf["tokens_per_second"] / gpu_peers.bare_tokens_per_second(work)
@@ -336,9 +278,9 @@ def speed(name: str, folder: Path) -> dict[str, Any]:
 
 def loading(folder: Path) -> dict[str, Any]:
     """The share of the time that a step waits for its data."""
-    exp = _large("lm", {"loop.sequences_per_step": 64, "loop.micro_batch": 4})
-    _train(folder / "loading", [exp], *ROW_EVERY)
-    return _perf(folder / "loading", exp, "data_wait_rate", "tokens_per_second")
+    exp = gpu_runs.large("lm", {"loop.sequences_per_step": 64, "loop.micro_batch": 4})
+    gpu_runs.train(folder / "loading", [exp], *ROW_EVERY)
+    return gpu_runs.perf(folder / "loading", exp, "data_wait_rate", "tokens_per_second")
 
 
 def synchronisations(folder: Path) -> dict[str, Any]:
@@ -353,7 +295,7 @@ def synchronisations(folder: Path) -> dict[str, Any]:
             frames = [frame.f_code for frame, _ in traceback.walk_stack(sys._getframe())]
             places[place_of(frames) if any(code.co_name == "train_step" for code in frames) else "elsewhere"] += 1
 
-    for name, exp in TINY.items():
+    for name, exp in gpu_runs.TINY.items():
         exp = override(exp, {"loop.steps": 60, "loop.eval_every": 60})
         # Parents, and work that is done only once.
         assert toy.main(["-e", "one", "--with-parents"], {"one": [exp], "base": [toy.BASE]}, folder) == 0
@@ -396,13 +338,14 @@ def cross_attention(folder: Path) -> dict[str, Any]:
 def checkpoint(folder: Path) -> dict[str, Any]:
     """Seconds that a checkpoint blocks the loop: perf.jsonl's time between rows with and without a checkpoint."""
     changes = {"loop.steps": 40, "loop.eval_every": 40}
-    exp = _large("lm", changes)
-    _train(folder / "with", [exp], "--save_every", "10")
-    _train(folder / "without", [exp])
+    exp = gpu_runs.large("lm", changes)
+    gpu_runs.train(folder / "with", [exp], "--save_every", "10")
+    gpu_runs.train(folder / "without", [exp])
     seconds = [
-        sum(row["seconds"] for row in _rows(_run(folder / name, exp) / "perf.jsonl")) for name in ("with", "without")
+        sum(row["seconds"] for row in gpu_runs.rows(gpu_runs.run_folder(folder / name, exp) / "perf.jsonl"))
+        for name in ("with", "without")
     ]
-    size = max(file.stat().st_size for file in (_run(folder / "with", exp) / "checkpoints").glob("*/*"))
+    size = max(file.stat().st_size for file in (gpu_runs.run_folder(folder / "with", exp) / "checkpoints").glob("*/*"))
     return {
         "megabytes of the largest file": size / 1e6,
         "seconds with three checkpoints": seconds[0],
@@ -410,120 +353,10 @@ def checkpoint(folder: Path) -> dict[str, Any]:
     }
 
 
-def _large(name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The largest of its kind that is tried here, for a few steps."""
-    loop = {"loop.steps": 40, "loop.eval_every": 40, "loop.sequences_per_step": 32, "loop.micro_batch": 8}
-    return override(
-        TINY.get(name, toy.BASE),
-        {**SIZES[name], **(loop if GPU else {"loop.steps": 12, "loop.eval_every": 12}), **changes},
-    )
-
-
-def _begin(
-    folder: Path, exps: Sequence[Mapping[str, Any]], *words: str, without_gpu: bool = False
-) -> subprocess.Popen[str]:
-    if not (folder / "data").exists():
-        folder.mkdir(exist_ok=True)
-        (folder / "data").symlink_to(folder.parent / "data")
-    groups = {"one": exps, "base": [toy.BASE]}
-    call = f"toy.main({['-e', 'one', *words]!r}, {groups!r}, Path({str(folder)!r}))"
-    code = f"import sys; from pathlib import Path; from tests import toy; sys.exit({call})"
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""} if without_gpu else None
-    return subprocess.Popen(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def _train(
-    folder: Path, exps: Sequence[Mapping[str, Any]], *words: str, kill_after: int = 0, without_gpu: bool = False
-) -> None:
-    """To the end, or until the first of them has a checkpoint of step `kill_after`."""
-    process = _begin(folder, exps, *words, without_gpu=without_gpu)
-    if kill_after:
-        while process.poll() is None and not (_run(folder, exps[0]) / "checkpoints" / f"step-{kill_after:08}").exists():
-            time.sleep(0.001)
-        process.kill()
-    output, _ = process.communicate()
-    assert kill_after or process.returncode == 0, output[-4000:]
-
-
-def _wait_for_scores(process: subprocess.Popen[str], folder: Path, exp: Mapping[str, Any]) -> None:
-    while not (_run(folder, exp) / "scores.jsonl").exists() or not _scores(folder, exp):
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.05)
-
-
-def _losses(folder: Path, exp: dict[str, Any], without_gpu: bool = False) -> list[float]:
-    _train(folder, [exp], without_gpu=without_gpu)
-    return [row["train_loss"] for row in _scores(folder, exp)]
-
-
-def _run(folder: Path, exp: Mapping[str, Any]) -> Path:
-    return folder / "runs" / exp_id(dict(exp))
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def _scores(folder: Path, exp: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return _rows(_run(folder, exp) / "scores.jsonl")
-
-
-def _perf(folder: Path, exp: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    row = _rows(_run(folder, exp) / "perf.jsonl")[-1]
-    return {name: row[name] for name in names if name in row}
-
-
-def _weights(folder: Path, exp: Mapping[str, Any]) -> bytes:
-    return (max((_run(folder, exp) / "checkpoints").glob("step-*")) / "model.safetensors").read_bytes()
-
-
-def write_long_texts(data: Path) -> None:
-    """`toy_text` with documents of 1,280 tokens, so that each split has several sequences of 1,024."""
-    with new_directory(data / "long_texts") as folder:
-        for split in SPLITS:
-            rows = _rows(data / "toy_text" / f"{split}.jsonl")
-            documents = [{**row, "text": row["text"] * 32} for row in rows]
-            (folder / f"{split}.jsonl").write_text("".join(json.dumps(document) + "\n" for document in documents))
-
-
-def _write_t5_tokenizer(data: Path) -> None:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    sentinels = [f"<extra_id_{n}>" for n in range(100)]
-    words = [
-        "<pad>",
-        "</s>",
-        "<unk>",
-        *toy.COLOURS,
-        *toy.THINGS,
-        "the",
-        "is",
-        ".",
-        "what",
-        "it",
-        "?",
-        *reversed(sentinels),
-    ]
-    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>", "extra_special_tokens": sentinels}
-    tokenizer.add_special_tokens([*special["extra_special_tokens"], "<pad>", "</s>", "<unk>"])
-    with new_directory(data / T5_TOKENIZER) as folder:
-        PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
-
-
 _CHECKS = (device, precisions, overflow, resume, stop, sharded, loading, synchronisations, cross_attention, checkpoint)
 ITEMS: dict[str, Callable[[Path], dict[str, Any]]] = {
     **{check.__name__: check for check in _CHECKS},
-    **{f"speed_{name}": partial(speed, name) for name in SIZES},
+    **{f"speed_{name}": partial(speed, name) for name in gpu_runs.SIZES},
 }
 
 if __name__ == "__main__":

@@ -13,12 +13,11 @@ from urllib.parse import quote
 import panel as pn
 
 from results import answers, progress
-from results.lineage import tree
-from results.pages import chart, markup, overview, panes, run_page
+from results.pages import chart, learning_curves, markup, overview, panes, run_page
 from src.errors import ConfigError, UserError, print_errors
 from src.support.command_line import make_parser, parse_arguments
 from src.support.served_page import add_address, serve_page
-from src.tables import curves, lineage, results
+from src.tables import curves, results
 from src.tables.run_arguments import RUNS
 
 PORT = 5006
@@ -190,12 +189,12 @@ class Dashboard:
             panes.head("Experiments" if self.group.value == ALL else self.group.value, self.content, self.selection),
         )
         scores = overview.metrics(self.selection)
-        _offer(self.metrics, scores)
+        panes.offer(self.metrics, scores)
         keys, _ = overview.differing(self.selection)
-        _offer(self.x, ["step", "seconds", *(name for name in scores if name not in self.chosen_metrics()), *keys])
-        _offer(self.by, ["group", *keys])
-        _offer(self.sorted, list(dict.fromkeys([*overview.headline(self.selection), *scores])))
-        _offer(self.scores, results.score_names(self.selection.rows))
+        panes.offer(self.x, ["step", "seconds", *(name for name in scores if name not in self.chosen_metrics()), *keys])
+        panes.offer(self.by, ["group", *keys])
+        panes.offer(self.sorted, list(dict.fromkeys([*overview.headline(self.selection), *scores])))
+        panes.offer(self.scores, results.score_names(self.selection.rows))
         self.show_results()
         self.show_curves()
         self.show_jobs()
@@ -219,12 +218,12 @@ class Dashboard:
     def show_curves(self) -> None:
         """Update the learning curves if a row or an option has changed."""
         metrics, x = self.chosen_metrics(), self.x.value
-        look = overview.Look(x, self.spread.value, self.smoothing.value, self.by.value)
+        look = learning_curves.Look(x, self.spread.value, self.smoothing.value, self.by.value)
         inputs = (self.selection.rows, self.selection.unfinished, metrics, self.logarithmic.value, look)
         if inputs == self._curve_inputs:
             return
         self._curve_inputs = inputs
-        pictures = {metric: overview.curves(self.selection, metric, look) for metric in metrics[:MAX_PICTURES]}
+        pictures = {metric: learning_curves.build(self.selection, metric, look) for metric in metrics[:MAX_PICTURES]}
         self.plot.show(pictures, x, self.logarithmic.value)
         panes.show_html(self.legend, chart.legend(pictures))
         self._mark(self.plot.lit)
@@ -247,8 +246,8 @@ class Dashboard:
         self.jobs.fill(overview.JOB_HEADINGS, lines)
         names = {f"{name[:8]}  {labels.get(name, '')}".strip(): name for name in self._ids}
         names = names if len(names) == len(self._ids) else {name: name for name in self._ids}
-        _offer(self.experiment, names)
-        _offer(self.other, names)
+        panes.offer(self.experiment, names)
+        panes.offer(self.other, names)
         self.show_detail()
 
     def _job_line(self, job: overview.Job, label: str, remark: str) -> list[str]:
@@ -272,12 +271,18 @@ class Dashboard:
         if inputs == self._detail_inputs:
             return
         self._detail_inputs = inputs
-        show = (self._log, self._answers, self._config, self._differences, self._lineage)[tab]
+        show = (
+            self._log,
+            self._answers,
+            partial(panes.config, self.content),
+            partial(panes.differences, self.runs, self.other.value),
+            partial(panes.ancestry, self.runs),
+        )[tab]
         panes.show_html(self.details[tab], show(name) if name else markup.note("No experiment is chosen."))
 
     def _log(self, name: str) -> str:
         files = overview.logs(self.content, name)
-        _offer(self.log_file, list(files))
+        panes.offer(self.log_file, list(files))
         path = files.get(self.log_file.value or "")
         reason = markup.error(next((job.reason for job in self.content.jobs if job.exp_id == name), ""))
         if path is None:
@@ -293,7 +298,7 @@ class Dashboard:
             files = answers.samples(self.runs / name)
         except UserError as error:
             return markup.error(str(error))
-        _offer(self.answer_file, list(files))
+        panes.offer(self.answer_file, list(files))
         samples = files.get(self.answer_file.value or "")
         if samples is None:
             return markup.note("No answers yet: with `inference`, an experiment answers questions after the training.")
@@ -302,45 +307,17 @@ class Dashboard:
             f"{answers.describe_score(samples)} {len(samples_shown)} of {len(samples)} answers are shown."
         ) + answers.page(samples_shown)
 
-    def _config(self, name: str) -> str:
-        row = self.content.row(name)
-        if row is None:
-            return markup.note("It has no experiment dict yet, or one that cannot be read.")
-        config = markup.plain_table(
-            ("config", "value"), [(key, overview.format_value(row[key])) for key in results.config_keys(row)]
-        )
-        return config + markup.plain_table(("last start", ""), overview.environment(self.runs, name).items())
-
-    def _differences(self, name: str) -> str:
-        other = self.other.value
-        if not other or other == name:
-            return markup.note("Choose another experiment to compare with.")
-        changes, warnings = overview.differences(self.runs, name, other)
-        lines = (
-            markup.plain_table(("", name[:8], other[:8]), changes)
-            if changes
-            else markup.note("They differ in nothing that was noted.")
-        )
-        return lines + markup.warnings(warnings)
-
-    def _lineage(self, name: str) -> str:
-        try:
-            family = lineage.build(self.runs).family([name])
-        except UserError as error:
-            return markup.error(str(error))
-        return markup.text_block(tree(family)) + markup.warnings(family.problems)
-
     def _show_overview(self, content: overview.Overview) -> None:
         unchanged, self.content, self._detail_inputs = content == self.content, content, None
         panes.show_html(self.time, f'<div class="time">live · read at {time.strftime("%H:%M:%S")}</div>')
         if unchanged and self._curve_inputs is not None:
             self.show_detail()
             return
-        _offer(
+        panes.offer(
             self.group,
             [ALL, *content.groups, *([self.group.value] if self.group.value not in (ALL, *content.groups) else [])],
         )
-        _offer(self.states, list(content.counts()))
+        panes.offer(self.states, list(content.counts()))
         self.filter()
 
     def _select(self, row_numbers: Sequence[int]) -> None:
@@ -380,21 +357,6 @@ class Dashboard:
         self.tabs.param.watch(lambda _: self.show_detail(), "active")
         self.live.param.watch(lambda event: self.ticking.start() if event.new else self.ticking.stop(), "value")
         self.seconds.param.watch(lambda event: setattr(self.ticking, "period", 1000 * event.new), "value")
-
-
-def _offer(widget: Any, options: list[str] | dict[str, str]) -> None:
-    """Set the options of a widget; its value is preserved if it is still an option."""
-    several = isinstance(widget, pn.widgets.MultiChoice)
-    if several:
-        options = {markup.escape(value): value for value in options}  # this widget renders its labels as HTML
-    if widget.options == options:
-        return
-    values = list(options.values()) if isinstance(options, dict) else options
-    current = widget.value
-    if several:
-        widget.param.update(options=options, value=[value for value in current if value in values])
-    else:
-        widget.param.update(options=options, value=current if current in values else next(iter(values), None))
 
 
 @print_errors

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from results.lineage import tree
-from results.pages import markup, overview
+from results.pages import learning_curves, markup, overview
 from results.pages.legend import NEUTRAL
 from results.plot import PLOTS, draw_line, place_legend, write_plainly
 from src.errors import DataError, UserError, print_errors
@@ -140,7 +140,7 @@ def _results(content: overview.Overview) -> str:
 def _curves(content: overview.Overview, metrics: Sequence[str]) -> str:
     pictures = []
     for metric in metrics:
-        curves = overview.curves(content, metric)
+        curves = learning_curves.build(content, metric)
         if curves.lines:
             pictures.append(
                 f'<img alt="{markup.escape(metric)} by step" '
@@ -150,7 +150,7 @@ def _curves(content: overview.Overview, metrics: Sequence[str]) -> str:
     return "".join(pictures)
 
 
-def _picture(lines: Sequence[overview.Line], metric: str) -> str:
+def _picture(lines: Sequence[learning_curves.Line], metric: str) -> str:
     """Learning curves as an SVG in base64."""
     from matplotlib.figure import Figure
 

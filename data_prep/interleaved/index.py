@@ -19,72 +19,35 @@ line on the rows that training makes: their documents, images, tokens and fill.
 import argparse
 import concurrent.futures
 import functools
-import hashlib
-import mmap
 import multiprocessing
 import os
-import re
 import signal
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from data_prep import command
-from data_prep.interleaved import index_report
+from data_prep.interleaved import index_report, shard_indexes
 from data_prep.interleaved.index_report import Indexed
+from data_prep.interleaved.shard_indexes import PLAIN, Making
 from src.data.text import tokenizers
 from src.errors import ConfigError, DataError, RunError
 from src.experiments.config import load
-from src.files import reading, writing
+from src.files import writing
 from src.support.command_line import require_at_least
 from src.support.parsing import parse_json
-from src.systems.interleaved.streaming import manifest, tar_index
+from src.systems.interleaved.streaming import manifest
 from src.systems.interleaved.streaming.chats import make_tokens
 from src.systems.interleaved.streaming.dataset import Config
-from src.systems.interleaved.streaming.manifest import Manifest, Shard
-from src.systems.interleaved.streaming.remote.transfer import PIPE, REMOTE, Source, source_of, transfer
+from src.systems.interleaved.streaming.manifest import Manifest
+from src.systems.interleaved.streaming.remote.transfer import REMOTE
 from src.systems.interleaved.streaming.shard_lists import ShardSource, list_shards
 from src.systems.interleaved.streaming.tars.fields import Fields
 from src.systems.interleaved.streaming.tars.image_files import MAX_PIXELS
-from src.systems.interleaved.streaming.tars.indexing import build
-from src.systems.interleaved.streaming.texts import TextTokens, count_tokens
 
 COMMAND = "python -m data_prep.interleaved.index"
-
-
-class Making(NamedTuple):
-    """Options of making indexes."""
-
-    verify: bool = False
-    texts: TextTokens | None = None
-    """Counts the tokens of texts; None: not counted."""
-    fields: Fields | None = None
-    max_pixels: int = MAX_PIXELS
-
-    def lacks(self, index: tar_index.TarIndex) -> bool:
-        """Whether an index was made with other options, and must be made again."""
-        facts = index.facts
-        return (
-            (self.verify and not facts.get("verified"))
-            or (self.texts is not None and facts.get("tokenizer") != self.texts.digest)
-            or facts.get("fields") != (self.fields and self.fields.as_json())
-            or facts["max_pixels"] != self.max_pixels
-        )
-
-    def build(self, content: memoryview, tar: str) -> tar_index.TarIndex:
-        """Build the index of a tar. tar: its name, for error messages."""
-        index = build(content, self.fields, self.max_pixels, self.verify)
-        if self.texts:
-            count_tokens(index, content, self.texts, tar)
-        return index
-
-
-PLAIN = Making()
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
@@ -146,9 +109,9 @@ def index_tars(tars: Sequence[Path], processes: int = 1, how: Making = PLAIN) ->
         ConfigError: `processes` is below 1.
     """
     try:
-        return _index_all(functools.partial(index_tar, how=how), tars, processes)
+        return _index_all(functools.partial(shard_indexes.index_tar, how=how), tars, processes)
     finally:
-        _update_lists(tars)
+        shard_indexes.update_lists(tars)
 
 
 def index_into(
@@ -168,13 +131,15 @@ def index_into(
     """
     with writing(output):
         output.mkdir(parents=True, exist_ok=True)
-    results = _index_all(functools.partial(_index_listed, output=output, how=how), shard_sources[part], processes)
-    indexed = [_load_listed(output, one) for one in shard_sources]
+    results = _index_all(
+        functools.partial(shard_indexes.index_listed, output=output, how=how), shard_sources[part], processes
+    )
+    indexed = [shard_indexes.load_listed(output, one) for one in shard_sources]
     complete = [
         (one, index) for one, index in zip(shard_sources, indexed, strict=True) if index and not how.lacks(index)
     ]
     if len(complete) == len(shard_sources):
-        shards = [_shard(output, one, index) for one, index in complete]
+        shards = [shard_indexes.describe(output, one, index) for one, index in complete]
         facts = index_report.manifest_facts([index_report.summarize(one.url, index) for one, index in complete])
         manifest.save(Manifest(output, shards, {"command": COMMAND, **facts}))
     return results
@@ -206,151 +171,9 @@ def _index_all(index: Callable[[Any], Indexed], tars: Sequence[Any], processes: 
     return results
 
 
-def index_tar(tar: Path, how: Making) -> Indexed:
-    """Write the index of a tar if it is missing.
-    The index of a tar listed in shards.json is only replaced if it changes.
-
-    Raises:
-        DataError: the tar is unreadable, or it is verified and its hash differs from the one in shards.json.
-    """
-    index, is_verified = _load_index(tar), how.verify and _is_as_listed(tar)
-    if index is None or how.lacks(index):
-        before = index
-        with tar_index.open_tar(tar) as content:
-            index = how.build(content, str(tar))
-        if (
-            before is not None
-            and is_verified
-            and how.texts is None
-            and before.documents["bad"].tolist() == index.documents["bad"].tolist()
-        ):
-            return index_report.summarize(tar, before)
-        if before is not None and is_verified and how.texts is None:
-            index.tokens, index.facts = before.tokens, before.facts | index.facts
-        tar_index.save(index, tar)
-    return index_report.summarize(tar, index)
-
-
-def _is_as_listed(tar: Path) -> bool:
-    """Whether shards.json in its folder lists the tar with a hash. Raises DataError if the hash differs."""
-    if not (tar.parent / manifest.NAME).is_file():
-        return False
-    for shard in manifest.load(tar.parent).shards:
-        if shard.url == tar.name and shard.sha256 is not None:
-            with reading(tar, DataError), open(tar, "rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-            if digest != shard.sha256:
-                raise DataError(
-                    f"{tar}: damaged or replaced: its sha256 is {digest[:16]}, but {manifest.NAME} lists "
-                    f"{shard.sha256[:16]}. Download or write it again."
-                )
-            return True
-    return False
-
-
-def _update_lists(tars: Sequence[Path]) -> None:
-    """Update the digests of rewritten indexes in the shards.json of their folders."""
-    for folder in sorted({tar.parent for tar in tars}):
-        if (folder / manifest.NAME).is_file():
-            before = manifest.load(folder)
-            names = {
-                tar.name
-                for tar in tars
-                if tar.parent == folder and tar.with_name(tar.name + tar_index.SUFFIX).is_file()
-            }
-            shards = [
-                replace(
-                    shard, index_digest=tar_index.digest_of(folder / shard.index), **_describe_local(folder / shard.url)
-                )
-                if shard.url in names and shard.index == shard.url + tar_index.SUFFIX
-                else shard
-                for shard in before.shards
-            ]
-            if shards != before.shards:
-                manifest.save(replace(before, shards=shards))
-
-
-def _load_index(tar: Path) -> tar_index.TarIndex | None:
-    try:
-        index = tar_index.load(tar)
-    except DataError:
-        return None
-    return None if "cut" in index.facts or _is_newer(tar, tar) else index
-
-
-def _describe_local(tar: Path) -> dict[str, Any]:
-    """Fields of a `Shard` from which a reader detects that a local tar was replaced or changed."""
-    return {"mtime_ns": tar.stat().st_mtime_ns, "sample": manifest.sample_tar(tar)}
-
-
-def _is_newer(tar: Path, place: Path) -> bool:
-    """Whether a tar was written, moved or copied to its path after its index was written.
-    A copy can have an old modification time."""
-    return tar.stat().st_ctime_ns > place.with_name(place.name + tar_index.SUFFIX).stat().st_mtime_ns
-
-
-def _index_listed(one: ShardSource, output: Path, how: Making) -> Indexed:
-    """Write the index of a shard into a folder if it is missing."""
-    is_file = not one.url.startswith(REMOTE)
-    if is_file and not Path(one.url).is_file():
-        raise DataError(f"{one.url}: no such file.")
-    source = Source(one.url, Path(one.url).stat().st_size) if is_file else source_of(one.url)
-    index = _load_listed(output, one)
-    is_current = index and (source.url.startswith(PIPE) or (index.facts["bytes"], index.facts["etag"]) == source[1:])
-    is_current = is_current and not (is_file and _is_newer(Path(one.url), _place(output, one)))
-    if index is None or not is_current or how.lacks(index):
-        with tar_index.open_tar(Path(one.url)) if is_file else _fetch(source, output) as content:
-            index = how.build(content, one.url)
-            sha256 = None if is_file else hashlib.sha256(content).hexdigest()
-        index.facts |= {"url": one.url, "etag": source.etag, "sha256": sha256}
-        tar_index.save(index, _place(output, one))
-    return index_report.summarize(one.url, index)
-
-
-@contextmanager
-def _fetch(source: Source, output: Path) -> Iterator[memoryview]:
-    """Copy a remote shard into an unnamed temporary file; yield its bytes."""
-    with writing(output), tempfile.TemporaryFile(dir=output, buffering=0) as file:
-        transfer(source, file)
-        if not os.fstat(file.fileno()).st_size:
-            yield memoryview(b"")
-            return
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapping, memoryview(mapping) as tar:
-            yield tar
-
-
-def _place(output: Path, one: ShardSource) -> Path:
-    """Path of an index in the folder, without ".idx".
-    Tars with the same name in different folders have different paths."""
-    name = re.sub(r"[^\w.-]", "_", "pipe" if one.url.startswith(PIPE) else one.url.rpartition("/")[2])[-100:]
-    return output / f"{name}-{hashlib.sha256(os.fsencode(one.url)).hexdigest()[:16]}"
-
-
 def _begin(environment: dict[str, str]) -> None:
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # at Ctrl-C only the command reports it
-
-
-def _load_listed(output: Path, one: ShardSource) -> tar_index.TarIndex | None:
-    """Load the index of a shard; None if it is not in the folder or incomplete."""
-    place = _place(output, one)
-    path = place.with_name(place.name + tar_index.SUFFIX)
-    try:
-        with open(path, "rb") as file:
-            facts = parse_json(file.readlines(1 << 16)[1], path, DataError)
-        index = tar_index.load_file(path, facts["bytes"], one.url)
-    except (OSError, DataError, ValueError, LookupError):
-        return None
-    return index if index.facts.get("url") == one.url and "cut" not in index.facts else None
-
-
-def _shard(output: Path, one: ShardSource, index: tar_index.TarIndex) -> Shard:
-    place, within, facts = _place(output, one), Path(one.url), index.facts
-    url = str(within.relative_to(output.resolve())) if within.is_relative_to(output.resolve()) else one.url
-    name = place.name + tar_index.SUFFIX
-    local = {} if one.url.startswith(REMOTE) else _describe_local(within)
-    digest = tar_index.digest_of(output / name)
-    return Shard(url, name, len(index), facts["bytes"], one.source, facts["sha256"], facts["etag"], digest, **local)
 
 
 def _print(tars: Sequence[str], output: Path | None, source: str, processes: int, verify: bool, **more: Any) -> None:

@@ -145,7 +145,7 @@ def _read_page(record: Any) -> RawPage:
     if hasattr(stream, "all_chunks_read"):
         stream.stream = chunks = _Chunks(stream.stream)
     data = stream.read(LONGEST_PAGE + 1)
-    while len(data) <= LONGEST_PAGE and _unused(stream).startswith(_COMPRESSED_PREFIXES[0]):  # more members of gzip
+    while len(data) <= LONGEST_PAGE and _remainder(stream).startswith(_COMPRESSED_PREFIXES[0]):  # more members of gzip
         stream.read_next_member()
         data += stream.read(LONGEST_PAGE + 1 - len(data))
     is_truncated = bool(record.rec_headers.get_header("WARC-Truncated"))
@@ -157,7 +157,7 @@ def _read_page(record: Any) -> RawPage:
     return RawPage(data, _type(record), is_truncated)
 
 
-def _unused(stream: Any) -> bytes:
+def _remainder(stream: Any) -> bytes:
     return getattr(getattr(stream, "decompressor", None), "unused_data", b"")
 
 

@@ -13,8 +13,8 @@ from bokeh.models import ColumnDataSource, CustomJS, DataRange1d, FactorRange, H
 from bokeh.plotting import figure
 
 from results.pages import markup
+from results.pages.learning_curves import Curves, Line
 from results.pages.legend import NEUTRAL
-from results.pages.overview import Curves, Line
 
 HEIGHT, LOWER = 350, 240
 """Height in pixels of a single picture, and of each of several pictures."""

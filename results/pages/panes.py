@@ -1,14 +1,18 @@
-"""Dashboard components: boxes, HTML panes, and sortable tables."""
+"""Dashboard components: boxes, HTML panes, sortable tables, and details of an experiment."""
 
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import panel as pn
 
+from results.lineage import tree
 from results.pages import markup, overview
+from src.errors import UserError
+from src.tables import lineage, results
 
 CSS = markup.CSS + markup.style("dashboard")
 COLOUR = "colour"
@@ -220,3 +224,50 @@ def head(title: str, loaded: overview.Overview, selection: overview.Overview) ->
         f'<h1>{markup.escape(title)}</h1><span class="where">{markup.escape(loaded.runs)} · '
         f"{text}</span>{markup.chips(selection.counts())}"
     )
+
+
+def offer(widget: Any, options: list[str] | dict[str, str]) -> None:
+    """Set the options of a widget; its value is preserved if it is still an option."""
+    several = isinstance(widget, pn.widgets.MultiChoice)
+    if several:
+        options = {markup.escape(value): value for value in options}  # this widget renders its labels as HTML
+    if widget.options == options:
+        return
+    values = list(options.values()) if isinstance(options, dict) else options
+    current = widget.value
+    if several:
+        widget.param.update(options=options, value=[value for value in current if value in values])
+    else:
+        widget.param.update(options=options, value=current if current in values else next(iter(values), None))
+
+
+def config(content: overview.Overview, name: str) -> str:
+    """Config of an experiment, and code and machine of its last start."""
+    row = content.row(name)
+    if row is None:
+        return markup.note("It has no experiment dict yet, or one that cannot be read.")
+    values = [(key, overview.format_value(row[key])) for key in results.config_keys(row)]
+    start = overview.environment(content.runs, name).items()
+    return markup.plain_table(("config", "value"), values) + markup.plain_table(("last start", ""), start)
+
+
+def differences(runs: Path, other: str | None, name: str) -> str:
+    """Differences of experiment `name` from `other`."""
+    if not other or other == name:
+        return markup.note("Choose another experiment to compare with.")
+    changes, warnings = overview.differences(runs, name, other)
+    lines = (
+        markup.plain_table(("", name[:8], other[:8]), changes)
+        if changes
+        else markup.note("They differ in nothing that was noted.")
+    )
+    return lines + markup.warnings(warnings)
+
+
+def ancestry(runs: Path, name: str) -> str:
+    """Experiments that an experiment started from, and those that started from it."""
+    try:
+        family = lineage.build(runs).family([name])
+    except UserError as error:
+        return markup.error(str(error))
+    return markup.text_block(tree(family)) + markup.warnings(family.problems)

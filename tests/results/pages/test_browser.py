@@ -17,7 +17,7 @@ from bokeh.resources import INLINE
 
 from results import report
 from results.pages import chart, run_page
-from results.pages.overview import Curves, Line
+from results.pages.learning_curves import Curves, Line
 from src.runs.run_dir import RunDir
 from src.tables import results
 

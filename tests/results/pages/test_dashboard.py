@@ -20,7 +20,7 @@ import pytest
 
 from results import dashboard
 from results.dashboard import Dashboard
-from results.pages import chart, legend, overview, panes
+from results.pages import chart, learning_curves, legend, overview, panes
 from src.errors import ConfigError
 from src.experiments.identity import exp_id
 from src.files import write_atomic
@@ -96,7 +96,7 @@ def test_a_config_key_on_the_x_axis_gives_a_point_for_each_run(page: Dashboard):
     for row in page.selection.rows:
         row["model.kind"] = f"kind {row['model.stride']}"
     page.by.value = ["model.stride"]
-    curves = overview.curves(page.selection, "val_loss", overview.Look("model.kind"))
+    curves = learning_curves.build(page.selection, "val_loss", learning_curves.Look("model.kind"))
     chart.Plot(lambda _: None).show({"val_loss": curves}, "model.kind", False)
     assert sorted(line.x for line in curves.lines) == [["kind 1"] * 3, ["kind 2"] * 3]
 
@@ -366,7 +366,7 @@ def test_many_configurations_are_cut_to_the_best(tmp_path: Path):
         with RunDir.open(tmp_path, exp, exp) as run:
             run.scores.append({"step": 1, "em": 1.0 * stride})
             run.set_status("done")
-    curves = overview.curves(overview.load(tmp_path), "em")
+    curves = learning_curves.build(overview.load(tmp_path), "em")
     assert [line.mean for line in curves.lines] == [[float(stride)] for stride in range(legend.LINES + 2, 2, -1)]
     assert curves.notes == [f"The best {legend.LINES} of {legend.LINES + 3} configurations; filter to see more."]
 
@@ -378,9 +378,9 @@ def test_durations_are_short_words():
 
 def test_a_curve_without_lines_is_an_empty_picture():
     plot = chart.Plot(lambda _: None)
-    plot.show({"val_loss": overview.Curves()}, "step", False)
+    plot.show({"val_loss": learning_curves.Curves()}, "step", False)
     assert len(plot.pane.object.children) == 1
-    assert chart.legend({"val_loss": overview.Curves()}) == ""
+    assert chart.legend({"val_loss": learning_curves.Curves()}) == ""
 
 
 def change_note(runs: Path, name: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from results import plot, report
 from results.dashboard import ALL, Dashboard
-from results.pages import legend, overview
+from results.pages import learning_curves, legend, overview
 from src.runs.run_dir import RunDir
 from src.tables import results
 
@@ -47,7 +47,7 @@ def test_plot_report_and_dashboard_draw_a_configuration_in_one_colour(runs: Path
     label = "stride=2 (3)"
     page = Dashboard(runs, ALL)
     page.where.value = "model.stride == 2 or seed == 0"
-    (line,) = [line for line in overview.curves(page.selection, "val_loss").lines if line.label == label]
+    (line,) = [line for line in learning_curves.build(page.selection, "val_loss").lines if line.label == label]
     dot = page.results.value[page.results.value["stride"] == "2"]["colour"].tolist()
     (axes,) = plot.draw(runs, results.load_rows(runs)[0]).axes
     plot_colours = {str(each.get_label()).strip(): each.get_color() for each in axes.lines}

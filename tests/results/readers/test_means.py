@@ -16,7 +16,7 @@ import pytest
 from results import clean, plot, report, table
 from results.dashboard import ALL, Dashboard
 from results.lineage import tree
-from results.pages import legend, overview, run_page
+from results.pages import learning_curves, legend, overview, run_page
 from src.errors import RunError
 from src.experiments.identity import exp_id
 from src.runs.run_dir import RunDir
@@ -90,7 +90,7 @@ def test_every_view_has_the_means_of_finished_runs(
     assert all(text in output.read_text() for text in digits)
     assert "Best val_loss: 0.5100 ± 0.0100 (3 of 5) with stride=2" in output.read_text()
 
-    curves = {line.label: line for line in overview.curves(overview.load(planted_runs), "val_loss").lines}
+    curves = {line.label: line for line in learning_curves.build(overview.load(planted_runs), "val_loss").lines}
     (axes,) = plot.draw(planted_runs, results.load_rows(planted_runs)[0]).axes
     lines = {str(line.get_label()).strip(): line for line in axes.lines}
     assert set(lines) == set(curves) == {"stride=1 (2)", "stride=2 (3 of 5)", "stride=3 (0 of 2 done)"}
@@ -154,7 +154,7 @@ def test_the_last_value_of_a_run_that_is_not_done_never_looks_like_a_result(
     )
     assert sorted(value for line in figure.axes[0].lines for value in line.get_ydata()) == [*DONE, 0.6, 0.61]
     assert left_out == ["left out: 4 of 9 runs, which are not done."]
-    points = overview.curves(overview.load(planted_runs), "val_loss", overview.Look("model.stride")).lines
+    points = learning_curves.build(overview.load(planted_runs), "val_loss", learning_curves.Look("model.stride")).lines
     assert sorted(value for line in points for value in line.mean) == [*DONE, 0.6, 0.61]
 
 

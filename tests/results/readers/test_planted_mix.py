@@ -18,7 +18,7 @@ import pytest
 
 from results import diff, plot, report, share, table
 from results.dashboard import ALL, Dashboard
-from results.pages import legend, overview, run_page
+from results.pages import learning_curves, legend, overview, run_page
 from src.experiments.identity import exp_id
 from src.runs.run_dir import RunDir
 from src.tables import results
@@ -244,9 +244,11 @@ def test_plots_have_the_truth(runs: Path, tmp_path: Path, capsys: pytest.Capture
         for line in figure.axes[0].lines
         for point in zip(list(line.get_xdata()), list(line.get_ydata()), strict=True)
     } == POINTS
-    points = overview.curves(overview.load(runs), "val_loss", overview.Look("model.stride", by=["model.stride"]))
+    points = learning_curves.build(
+        overview.load(runs), "val_loss", learning_curves.Look("model.stride", by=["model.stride"])
+    )
     assert {(x, y) for line in points.lines for x, y in zip(line.x, line.mean, strict=True)} == POINTS
-    lines = overview.curves(overview.load(runs), "val_loss", overview.Look(by=["model.stride"])).lines
+    lines = learning_curves.build(overview.load(runs), "val_loss", learning_curves.Look(by=["model.stride"])).lines
     assert [line.label.split("=")[1].split()[0] for line in lines][:4] == [str(stride) for stride in TRUTH][:4]
     (first,) = [line for line in lines if line.label.startswith("stride=1 ")]
     assert (first.x, first.mean) == ([5, 10], [pytest.approx(0.7), pytest.approx(0.6)]), "0.9, 0.8 and 0.4 at step 5"

@@ -11,7 +11,7 @@ from types import CodeType
 import pytest
 import torch
 
-from benchmarks import gpu
+from benchmarks import gpu, gpu_runs
 from src.data.jsonl import SPLITS
 from tests import toy
 from tests.conftest import ROOT
@@ -53,7 +53,7 @@ def test_without_a_gpu_possible_checks_run_and_the_rest_are_named(tmp_path: Path
 
 
 def test_the_long_texts_have_several_sequences_of_the_large_models_in_each_split(tmp_path: Path):
-    gpu.write_long_texts(toy.write_data(tmp_path))
+    gpu_runs.write_long_texts(toy.write_data(tmp_path))
     for split in SPLITS:
         rows = (tmp_path / "long_texts" / f"{split}.jsonl").read_text().splitlines()
         assert sum(len(json.loads(row)["text"].split()) for row in rows) > 8 * 1024, split
