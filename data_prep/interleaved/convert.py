@@ -14,6 +14,8 @@ same bytes.
 """
 
 import argparse
+import hashlib
+import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +29,7 @@ from data_prep.interleaved.write import Document, Part, Writing
 from src import files
 from src.errors import ConfigError, DataError
 from src.systems.interleaved.streaming.tars.image_files import SUFFIXES, ImageError, image_size, open_image
+from src.systems.interleaved.streaming.tars.indexing import SPELLS_IMAGES, unread_text
 
 COMMAND = "python -m data_prep.interleaved.convert"
 COUNTS = "converted.json"
@@ -113,11 +116,20 @@ def convert(layout: str, inputs: Sequence[Path], output: Path, options: ReaderOp
         "script": command.digest_files([__file__, *filter(None, _SCRIPTS)]),
         "layout": layout,
         "inputs": [[path.name, files.sha256(path)] for path in inputs],
-        "images": str(options.images or ""),
+        "images": _digest_sizes(options.images, output),
         "question": options.question,
     }
     write.write(output, _documents(LAYOUTS[layout], inputs, output, options), made_from, how)
     return files.read_json(output / COUNTS, DataError)
+
+
+def _digest_sizes(folder: Path | None, output: Path) -> str:
+    """Digest of the names and sizes of all files below a folder, except those written here."""
+    if folder is None:
+        return ""
+    paths = (path for path in folder.rglob("*") if path.is_file() and output.name not in str(path.relative_to(folder)))
+    sizes = sorted((str(path.relative_to(folder)), path.stat().st_size) for path in paths)
+    return hashlib.sha256(json.dumps(sizes).encode()).hexdigest()
 
 
 def _documents(layout: Layout, inputs: Sequence[Path], output: Path, options: ReaderOptions) -> Iterator[Document]:
@@ -145,7 +157,10 @@ def _check(row: Row, loses_images: bool, tally: Counter[str]) -> tuple[list[Part
     parts, num_missing, reason = list[Part](), 0, row.left_out
     for part in () if reason else row.parts:
         if part.kind != "image":
-            parts += [part] if part.content.strip() else []
+            why = unread_text(part.content.decode())
+            if why == SPELLS_IMAGES:
+                tally[f"texts left out: {why}"] += 1
+            parts += [] if why else [part]
             continue
         image_part, why = _image(part.content)
         if image_part:

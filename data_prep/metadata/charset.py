@@ -291,7 +291,7 @@ def _as_euc_jp(page: bytes) -> bytes:
     def convert(match: re.Match[bytes]) -> bytes:
         shifted = bytes(byte | 0x80 if 0x20 < byte < 0x7F else byte for byte in match[2])
         if match[1] == b"(I":
-            return re.sub(rb"[\xa1-\xdf]", rb"\x8e\g<0>", shifted)
+            return re.sub(rb"[\xa1-\xdf]", b"\x8e\\g<0>", shifted)
         return shifted if match[1].startswith(b"$") else match[2]
 
     return re.sub(rb"\x1b(\$[@B]|\([BJI])([^\x1b]*)", convert, page)

@@ -78,7 +78,8 @@ def _from_html(row: Row, options: Options) -> Row:
     page = row.get(page_sources.HTML)
     if not isinstance(page, str):
         raise DataError(f"field {page_sources.HTML!r}: expected the HTML of a page, got {page!r:.60}.")
-    columns = html.extract(page, options.removal).columns()
+    is_empty = html.BLANK_PAGE.fullmatch(page) and not row.get("text")
+    columns = (html.Page("", [], [], [], []) if is_empty else html.extract(page, options.removal)).columns()
     del row[page_sources.HTML]  # only now, so that the row still has it after a failure
     return columns
 

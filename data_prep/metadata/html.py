@@ -55,6 +55,7 @@ _END = r"</(?:body|html)(?=[\s/>])[^>]*+>?"
 _FIRST_END = re.compile(rf"(?i){_END}")
 _ONLY_ENDS = re.compile(rf"(?is)(?:\s|<!--.*?(?:-->|\Z)|{_END})*+")
 _TAG_OR_END = re.compile(rf"{_TAG.pattern}|(?P<end>{_END})")
+BLANK_PAGE = re.compile(r"(?is)(?:[\s\x00\ufeff]|<!--.*?(?:-->|\Z)|<!doctype[^>]*>|<\?[^>]*>)*+")
 _ILLEGAL = re.compile(
     r"(?i)[\x00-\x08\x0b\x0e-\x1f\ufffe\uffff]|"
     r"&#(?:0*(?:[1-8]|11|1[4-9]|2\d|3[01]|6553[45])(?!\d)|x0*(?:[1-8bef]|1[\da-f]|fff[ef])(?![\da-f]));?"

@@ -2,6 +2,7 @@
 
 import glob
 import gzip
+import logging
 import zlib
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
@@ -21,6 +22,10 @@ KINDS = (".warc", ".warc.gz", ".parquet", ".jsonl", ".jsonl.gz")
 PACKAGES = "requirements/metadata.txt"
 RECORDS = ("2xx", "3xx", "4xx", "5xx", "resource")
 """Kinds of WARC records that can be pages: responses by their HTTP status, and resources, which have no status."""
+
+SHORT_RECORD = "lines after the end of a record, whose Content-Length is too small"
+"""Key of a count."""
+log = logging.getLogger(__name__)
 
 _COMPRESSED_PREFIXES = (b"\x1f\x8b", b"\x78\x01", b"\x78\x9c", b"\x78\xda")
 """First bytes of gzip and zlib. warcio returns a body that it cannot decompress unchanged."""
@@ -53,6 +58,9 @@ def list_files(names: Sequence[str]) -> list[Path]:
             else [Path(each) for each in sorted(glob.glob(name))]
         )
         readable = [each for each in paths if each.name.endswith(KINDS)]
+        if others := [each for each in paths if each not in readable]:
+            some = ", ".join(each.name for each in others[:3])
+            log.warning("%s: %d files or folders of other kinds are not read, such as %s", name, len(others), some)
         if not readable:
             raise DataError(
                 f"{name}: {'no readable file' if paths else 'no such file'}. Expected names that end with "
@@ -96,6 +104,8 @@ def _warc_pages(path: Path, counts: Counter[str], kinds: Collection[str]) -> Ite
     class Records(ArchiveIterator):
         """Raises an error where the file ends within the headers of a record, which warcio takes for its end."""
 
+        INC_RECORD = ""  # it prints the bytes between two records
+
         def _next_record(self, next_line: bytes | None) -> Any:
             try:
                 return super()._next_record(next_line)
@@ -108,7 +118,8 @@ def _warc_pages(path: Path, counts: Counter[str], kinds: Collection[str]) -> Ite
     try:
         with reading(path, DataError), (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
             stream = _Gzip(file)
-            for number, record in enumerate(Records(stream), 1):
+            records = Records(stream)
+            for number, record in enumerate(records, 1):
                 if record.format == "arc":
                     raise DataError(f"{path}: an ARC file. Convert it to WARC: warcio recompress {path} NAME.warc.gz")
                 if not (record.rec_headers.get_header("Content-Length") or "").isdigit():
@@ -129,6 +140,8 @@ def _warc_pages(path: Path, counts: Counter[str], kinds: Collection[str]) -> Ite
                     pass
                 if getattr(record.raw_stream, "limit", 0):
                     raise zlib.error("it ends within a record")
+            if records.err_count:
+                counts[SHORT_RECORD] += records.err_count
     except AttributeError:  # warcio needs the address
         raise DataError(
             f"{path}: record {number + 1}: a response without WARC-Target-URI. Download the file again."
@@ -198,6 +211,9 @@ def _undecodable(record: Any, page: bytes) -> str:
     from warcio.bufferedreaders import BufferedReader
 
     encoding = record.http_headers.get_header("Content-Encoding") or "" if record.http_headers else ""
+    transfer = record.http_headers.get_header("Transfer-Encoding") or "" if record.http_headers else ""
+    if transfer not in ("", "identity", "chunked"):
+        return f"response with transfer encoding {transfer}"
     if page[:2] in _COMPRESSED_PREFIXES:
         return "response with a damaged compressed body"
     if encoding in ("", "identity", *BufferedReader.get_supported_decompressors()) or page.lstrip()[:1] == b"<":

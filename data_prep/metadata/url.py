@@ -19,6 +19,8 @@ _MONTHS = {
     for name in (calendar.month_name[number], calendar.month_abbr[number])
 }
 _MONTHS["sept"] = 9
+_USER = re.compile(r"^(\s*[\w+.-]+://)[^/?#]*@")
+"""User and password of an address, which a model must not learn."""
 _PART = re.compile(r"[-_+.&=]")
 
 
@@ -27,6 +29,7 @@ def extract(row: Mapping[str, Any], compatible: bool = False) -> Row:
     url = row.get("url")
     if not isinstance(url, str) or not url:
         return {column: [] for column in COLUMNS}
+    url = url if compatible else _USER.sub(r"\1", url)
     date, source = date_of(url, compatible), datasource(url, compatible)
     return {
         "metadata_url": [_item("url", url)],

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, Field, model_validator
 from src.errors import ConfigError, LaunchError
 from src.experiments.config import Config
 from src.launch.job import QUEUE_STOPPED, Job, LauncherConfig
+from src.runs.environment import SECRET_VALUE
 from src.runs.store import STATUS
 
 STOPPED_EXIT = 75
@@ -70,15 +71,10 @@ _SECRET_NAME = re.compile(
 _PASSWORD = re.compile("PASSWORD|PASSWD|SECRET", re.IGNORECASE)
 _HARMLESS = re.compile(r"\d{0,6}|true|false|yes|no|on|off", re.IGNORECASE)
 _FILE = re.compile(r"(?:~|\.{1,2}|/[\w.-]+)/.*", re.DOTALL)
-_SECRET_VALUE = re.compile(
-    r"\b(?:hf_|sk-|gh[pousr]_|github_pat_|glpat-|npm_|wandb_v\d_|AKIA|ASIA|AIza|xox[abprs]-)[\w-]{8,}|\beyJ[\w-]{10,}\.eyJ[\w-]{10,}"
-    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----|://[^/\s:@]*:[^/\s@]+@"
-    r"|[?&](?:access_)?token=[^\s&$'\"]|(?i:\bauthorization)['\"]?\s*:\s*['\"]?\w+\s+[^\s$'\"]"
-)
 
 
 def _looks_like_a_key(name: str, value: str) -> bool:
-    if _SECRET_VALUE.search(value):
+    if SECRET_VALUE.search(value):
         return True
     is_password = _PASSWORD.search(name) and not name.upper().endswith(("FILE", "PATH", "DIR"))
     harmless = not is_password and (_FILE.fullmatch(value) or _HARMLESS.fullmatch(value))
@@ -87,7 +83,7 @@ def _looks_like_a_key(name: str, value: str) -> bool:
 
 def check_no_key(text: str) -> str:
     """Return `text`, a line of a job's script. Raises ValueError if part of it looks like a key."""
-    if _SECRET_VALUE.search(text):
+    if SECRET_VALUE.search(text):
         raise ValueError(
             "contains what looks like a key, which the job's files would expose. Export it where you submit."
         )

@@ -67,6 +67,15 @@ _NO_EVALUATION = {"groups.py", "presets.py", "demo.py", "study.py", "speed.py", 
 """Names of modules and folders of systems and of the evaluation that hold experiments, models or servers."""
 _IN_ADDRESS = re.compile(r"(\w+://)[^/\s@]+@")
 _HIDDEN = "***"
+SECRET_VALUE = re.compile(
+    r"\b(?:hf_|sk-|gh[pousr]_|github_pat_|glpat-|npm_|wandb_v\d_|AKIA|ASIA|AIza|xox[abprs]-)[\w-]{8,}"
+    r"|\beyJ[\w-]{10,}\.eyJ[\w-]{10,}|-----BEGIN [A-Z ]*PRIVATE KEY-----"
+    r"|://[^/\s:@]*:[^/\s@$]+@|https?://[^/\s:@$]{8,}@|\bAccountKey=[^\s;$'\"]"
+    r"|\bcurl\b[^|;&]*\s(?:-u|--user)[ =]*[^\s:]+:[^\s$'\"]"
+    r"|[?&](?:(?:access_)?token|sig|api_?key|X-Amz-Signature)=[^\s&$'\"]"
+    r"|(?i:\bauthorization)['\"]?\s*:\s*['\"]?\w+\s+[^\s$'\"]"
+)
+"""Values that are likely to be secrets, also within an address or a command."""
 
 
 def describe(command: Sequence[str], leave_out: Sequence[Path] = ()) -> dict[str, Any]:
@@ -152,7 +161,8 @@ def redact(command: Sequence[str]) -> list[str]:
         elif equals and _is_secret(name):
             shown_words.append(f"{name}={_HIDDEN}")
         else:
-            shown_words.append(_IN_ADDRESS.sub(rf"\1{_HIDDEN}@", word))
+            shown_word = _IN_ADDRESS.sub(rf"\1{_HIDDEN}@", word)
+            shown_words.append(_HIDDEN if SECRET_VALUE.search(shown_word) else shown_word)
         hide_next = word.startswith("-") and not equals and _is_secret(word)
     return shown_words
 

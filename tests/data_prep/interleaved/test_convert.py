@@ -195,6 +195,25 @@ def test_texts_and_images_of_obelics(tmp_path: Path):
     assert read(tmp_path / "out") == [[("text", b"one"), IMAGES[0], ("text", b"two")], [("text", b"words")]]
 
 
+def test_texts_that_spell_images_are_left_out(tmp_path: Path):
+    rows = [{"texts": ["one", "<image> two"], "images": [None, None]}, {"texts": ["<image>"], "images": [None]}]
+    counts = run("obelics", [lines(tmp_path / "a.jsonl", rows)], tmp_path / "out", "--images", str(tmp_path))
+    assert read(tmp_path / "out") == [[("text", b"one")]]
+    drops = {"texts left out: a text that spells <image>": 2, "left out: it has no text": 1}
+    assert counts == {"rows": 2, "documents": 1, "images": 0, **drops}
+
+
+def test_images_that_are_there_later_are_not_ignored(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    rows = lines(tmp_path / "a.jsonl", [{"texts": ["one", None], "images": [None, "a.jpg"]}] * 2)
+    words = ["obelics", str(rows), "--output", str(tmp_path / "out"), "--images", str(tmp_path)]
+    (tmp_path / "b.jpg").write_bytes(A)
+    (tmp_path / "a.jpg").write_bytes(B)
+    assert convert.main(words) == convert.main(words) == 0
+    (tmp_path / "c.jpg").write_bytes(A)
+    assert convert.main(words) == 1
+    assert str(tmp_path / "out") in capsys.readouterr().err
+
+
 def test_turns_of_tables(tmp_path: Path):
     (tmp_path / "c.png").write_bytes(C)
     images = [{"bytes": A, "path": None}, {"bytes": None, "path": "c.png"}]

@@ -152,6 +152,7 @@ def test_utf_16_with_and_without_byte_order_mark(encoding: str, mark: bool):
         (b"\x81", "text/html; charset=windows-1252", "\x81", "windows-1252"),
         (b"\xaa", "text/html; charset=windows-1253", "\ufffd", "windows-1253"),
         (b"\x1b$B$3\x1b(B x", "text/html; charset=iso-2022-jp", "こ x", "iso-2022-jp"),
+        (b"\x1b(I1\x1b(B x", "text/html; charset=iso-2022-jp", "\uff71 x", "iso-2022-jp"),
         (b"text", "text/html; charset=hz-gb-2312", "\ufffd", "replacement"),
     ],
 )

@@ -456,6 +456,32 @@ def test_codings_of_warc_responses_are_case_insensitive(tmp_path: Path):
     assert [row["text"].split()[0] for row in rows(tmp_path, "train")] == ["one", "packed", "x-gzip"]
 
 
+def test_empty_bodies_have_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    bodies = [b"", b" \r\n", b"<!doctype html><!-- nothing -->", html_page("one ")]
+    assert prepare_warc(tmp_path, [response(body, "Content-Type: text/html") for body in bodies]) == 0
+    assert len(rows(tmp_path, "train")) == 1
+    assert "3 without a text" in capsys.readouterr().out
+
+
+def test_a_record_with_too_small_a_length_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    one = response(html_page("one "), "Content-Type: text/html")
+    length = int(one.partition(b"Content-Length: ")[2].partition(b"\r\n")[0])
+    short = one.replace(b"Content-Length: %d" % length, b"Content-Length: %d" % (length - 30))
+    assert prepare_warc(tmp_path, [short, response(html_page("two "), "Content-Type: text/html")]) == 0
+    assert len(rows(tmp_path, "train")) == 2
+    assert manifest(tmp_path)["skipped"] == {page_sources.SHORT_RECORD: 1}
+    assert "</html>" not in capsys.readouterr().err
+
+
+def test_files_of_other_kinds_in_a_folder_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    (tmp_path / "pages").mkdir()
+    write_json(tmp_path / "pages" / "a.jsonl", [page("a")])
+    (tmp_path / "pages" / "b.JSONL").touch()
+    (tmp_path / "pages" / "deep").mkdir()
+    assert page_sources.list_files([str(tmp_path / "pages")]) == [tmp_path / "pages" / "a.jsonl"]
+    assert "b.JSONL, deep" in caplog.text
+
+
 def test_all_gzip_members_of_a_body_are_read(tmp_path: Path):
     html = ("Content-Type: text/html", "Content-Encoding: gzip")
     body = html_page("one ")
@@ -486,6 +512,7 @@ def test_warc_records_are_counted_by_kind(tmp_path: Path, capsys: pytest.Capture
         response(html_page("moved "), *html, status="301 Moved Permanently"),
         response(b"not a page", "Content-Type: image/png"),
         response(b"\x8b\x02\x80packed", *html, "Content-Encoding: unknown"),
+        response(b"5\r\n\x1f\x8b\x08ab\r\n0\r\n\r\n", *html, "Transfer-Encoding: gzip, chunked"),
         response(gzip.compress(html_page("crc "))[:-8] + b"12345678", *html, "Content-Encoding: gzip"),
         warc_record("response", html_page("no HTTP "), Content_Type="application/http; msgtype=response"),
         warc_record("", html_page("no type ")),
@@ -501,6 +528,7 @@ def test_warc_records_are_counted_by_kind(tmp_path: Path, capsys: pytest.Capture
         "response 404": 1,
         "response 301": 1,
         "response 200 that is not HTML": 1,
+        "response with transfer encoding gzip, chunked": 1,
         "response with content encoding unknown": 1,
         "response with a damaged compressed body": 1,
         "response without status": 1,

@@ -29,6 +29,12 @@ def test_where_a_page_is_from(address: str, source: str):
     assert url.datasource(address) == source
 
 
+def test_user_and_password_of_an_address_are_removed():
+    row = url.extract({"url": "http://user:s3cret@e.org:8080/priv/x@y?a=b@c"})
+    assert row["metadata_url"][0]["value"] == "http://e.org:8080/priv/x@y?a=b@c"
+    assert row["metadata_generation_datasource"][0]["value"] == "e.org:8080 > priv > x@y"
+
+
 def test_b8_reference_loses_words_after_a_number():
     assert (
         url.datasource("http://www.example.de/2015/forum/article/21-new-project", compatible=True)

@@ -92,7 +92,7 @@ class ChatTokens(TextTokens):
             UnicodeDecodeError: a text is not UTF-8.
         """
         pairs = zip(kinds, contents, strict=True)
-        texts = ["" if kind == IMAGE else (content or b"").decode() for kind, content in pairs]
+        texts = ["" if kind == IMAGE else (content or b"").decode("utf-8-sig") for kind, content in pairs]
         ids, masks = [list[int]() for _ in kinds], [list[bool]() for _ in kinds]
         first = next((part for part, kind in enumerate(kinds) if kind in ROLE_OF), 0)
         for token, role in zip(*self._encoder.encode_roles(self._spans(kinds, texts)), strict=True):

@@ -273,7 +273,7 @@ class Documents:
 
     def text(self, document: int, part: int) -> str:
         """A text of a document."""
-        return self._read_part(*self.locate(document), part).decode()
+        return self._read_part(*self.locate(document), part).decode("utf-8-sig")
 
     def _read_part(self, shard: int, number: int, part: int) -> bytes:
         index, shard_entry = self._index(shard), self.manifest.shards[shard]

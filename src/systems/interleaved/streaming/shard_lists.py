@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from src.errors import DataError
 from src.files import reading
+from src.runs.environment import SECRET_VALUE, hide_password
 from src.systems.interleaved.streaming import manifest
 from src.systems.interleaved.streaming.remote import objects
 from src.systems.interleaved.streaming.remote.objects import Interruption
@@ -17,7 +18,14 @@ _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _PATTERN = re.compile(r"[*?\[]")
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://")
 _OBJECTS = f"{'BUCKET/KEY, '.join(objects.SCHEMES)}datasets/USER/NAME/PATH"
-_COMPRESSION_SUFFIXES = (".gz", ".tgz", ".bz2", ".xz", ".zst")
+_READERS = {
+    ".gz": "gzip -dc FILE",
+    ".tgz": "gzip -dc FILE",
+    ".bz2": "bzip2 -dc FILE",
+    ".xz": "xz -dc FILE",
+    ".zst": "zstd -dc FILE",
+}
+"""Suffix of a compressed tar -> command that unpacks it."""
 
 
 class ShardSource(NamedTuple):
@@ -102,9 +110,15 @@ def _expand_ranges(text: str, place: str) -> list[str]:
 
 def _match(text: str, folder: Path, place: str) -> list[ShardSource]:
     if text.startswith(PIPE):
+        if SECRET_VALUE.search(text):
+            command = text.removeprefix(PIPE).split(maxsplit=1)[0]
+            raise DataError(
+                f"{PIPE}{command}: the command contains what looks like a key, which indexes, runs and messages would "
+                "show. Export it, and write the name of its variable, such as $TOKEN."
+            )
         return [ShardSource(text)]
-    if text.endswith(_COMPRESSION_SUFFIXES):
-        reader = "gzip -dc FILE" if text.endswith("gz") else "COMMAND"
+    if text.endswith(tuple(_READERS)):
+        reader = next(each for suffix, each in _READERS.items() if text.endswith(suffix))
         raise DataError(
             f"{place}: {text}: a compressed tar has no random access. "
             f'Unpack it, or use "pipe:{reader}", which unpacks it on each download.'
@@ -115,7 +129,9 @@ def _match(text: str, folder: Path, place: str) -> list[ShardSource]:
             raise DataError(f"{place}: {text}: no key. Expected {objects.split(text)[0]}BUCKET/KEY.")
         return [ShardSource(url) for url in urls]
     if _SCHEME.match(text):
-        raise DataError(f"{place}: {text}: expected a path, {_OBJECTS} or pipe:COMMAND, such as pipe:curl -sSf {text}")
+        address = hide_password(text.partition("?")[0])
+        place = address if place == text else place
+        raise DataError(f"{place}: {address}: expected a path, {_OBJECTS} or pipe:COMMAND, such as pipe:curl -sSf URL.")
     path = folder / text
     if path.is_dir():
         shards = manifest.load(path).shards
@@ -136,7 +152,7 @@ def _list_keys(pattern: str) -> list[str]:
     try:
         urls = objects.list_urls(pattern, PATIENCE)
     except Interruption as error:
-        raise DataError(f"{pattern}: the server does not list its keys: {error}. List each URL instead.") from None
+        raise DataError(f"{pattern}: its keys cannot be listed: {error}. List each URL instead.") from None
     if not urls:
         raise DataError(f"{pattern}: no key matches. Check the pattern.")
     return urls

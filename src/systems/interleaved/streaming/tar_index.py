@@ -36,6 +36,7 @@ TEXTS = (TEXT, PROMPT, SYSTEM)
 _KIND_OF = {"txt": TEXT, "text": TEXT, "caption": TEXT, "image": IMAGE, "metadata": METADATA}
 _KIND_OF |= {"prompt": PROMPT, "question": PROMPT, "answer": TEXT, "system": SYSTEM}
 _KIND_OF |= dict.fromkeys(SUFFIXES, IMAGE)
+_FILE_SUFFIXES = {"txt", *SUFFIXES}
 DOCUMENT = [("offset", "<u8"), ("first_part", "<u4"), ("parts", "<u4"), ("images", "<u4"), ("bad", "u1")]
 PART = [
     ("position", "<u4"),
@@ -159,8 +160,13 @@ def kind_and_position(ending: str) -> tuple[int, int | None]:
     """Kind and position of a member from its name after the key. position: None for a name without a number."""
     first, *rest = ending.lower().split(".")
     if rest and len(rest) < 3 and first.isascii() and first.isdigit() and len(first) < 7:
-        return _KIND_OF.get(rest[0], OTHER), int(first)
-    return _KIND_OF.get(first, OTHER), None
+        return _kind(rest), int(first)
+    return _kind([first, *rest]), None
+
+
+def _kind(names: Sequence[str]) -> int:
+    """Kind of "KIND.SUFFIX", "SUFFIX", or the name of a file with a suffix, such as "jpg.json" for facts about it."""
+    return _KIND_OF.get(names[-1 if names[0] in _FILE_SUFFIXES else 0], OTHER)
 
 
 def save(index: TarIndex, tar: Path) -> Path:

@@ -62,7 +62,7 @@ class TextTokens:
         for kind, content in zip(kinds, contents, strict=True):
             ids = list[int]()
             if kind in TEXTS and content is not None:
-                text = content.decode()
+                text = content.decode("utf-8-sig")
                 if not unread_text(text):
                     first, *more = text.split(END)
                     has_space = after_text or (

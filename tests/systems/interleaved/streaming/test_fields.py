@@ -216,6 +216,30 @@ def test_images_that_are_not_in_the_tar_are_counted(tmp_path: Path, capsys: pyte
 
 
 @pytest.mark.parametrize(
+    ("members", "images", "parts"),
+    [
+        ([("k.0.jpg", A), ("k.1.jpg", B)], ["0.jpg", None, "1.jpg", "2.jpg", None, "3.jpg"], [1, "t", 2, "t"]),
+        ([("k.1.jpg", A), ("k.3.jpg", B)], ["0.jpg", None, "1.jpg", "2.jpg", None, "3.jpg"], ["t", 1, "t", 2]),
+        ([("k.0.jpg", A), ("k.1.jpg", B)], ["http://x/1.jpg", None, "http://y/0.jpg"], [1, "t", 2]),
+        ([("k.0.jpg", A), ("k.1.jpg", B)], ["http://x/1.jpg", None, "http://y/1.jpg"], [1, "t", 2]),
+    ],
+)
+def test_images_of_lists_are_matched_with_the_right_members(
+    members: list[tuple[str, bytes]], images: list[str | None], parts: list[Any], tmp_path: Path
+):
+    value = {"texts": [None if image else "t" for image in images], "images": images}
+    fields = {"image": "json:images", "text": "json:texts"}
+    assert make(tmp_path, [("k.json", as_json(value)), *members], fields) == 0
+    assert list_parts(build_data(tmp_path)) == parts
+
+
+def test_nan_in_json_is_no_text(tmp_path: Path):
+    members = [("a.json", b'{"c": NaN}'), ("a.jpg", A), ("b.json", b'{"c": 1e999}'), ("b.jpg", A)]
+    assert make(tmp_path, [*members, ("c.json", b'{"c": 5.5}'), ("c.jpg", A)], {"text": "json:c"}) == 0
+    assert manifest.load(tmp_path / "x" / "train").facts["bad_documents"] == {"it has no text": 2}
+
+
+@pytest.mark.parametrize(
     ("words", "message_part"),
     [
         (["--fields", "{"], "{"),

@@ -83,10 +83,7 @@ def test_a_duplicate_shard_is_named_with_both_places(tmp_path: Path):
         ("s3://bucket", r"train\.txt:1: s3://bucket: no key"),
         (
             "https://h/0.tar",
-            (
-                r"train\.txt:1: https://h/0\.tar: expected a path, .* or pipe:COMMAND, such as pipe:curl -sSf "
-                r"https://h/0\.tar"
-            ),
+            (r"train\.txt:1: https://h/0\.tar: expected a path, .* or pipe:COMMAND, such as pipe:curl -sSf URL"),
         ),
         ("none/*.tar", r"train\.txt:1: no file matches .*none/\*\.tar"),
         (b"\xff", "not UTF-8 text at byte 0"),
@@ -99,6 +96,30 @@ def test_wrong_lists(text: str | bytes, message: str, tmp_path: Path):
         list_shards([str(lines)])
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "https://me:pa55word@h/0.tar?sig=pa55word",
+        "pipe:curl -u me:pa55word https://h/0.tar",
+        "pipe:curl https://me:pa55word@h/0.tar",
+        "pipe:curl -H 'Authorization: Bearer pa55word' https://h/0.tar",
+        "pipe:curl 'https://h/0.tar?X-Amz-Signature=pa55word'",
+    ],
+)
+def test_keys_are_refused_and_not_repeated(text: str):
+    with pytest.raises(DataError) as error:
+        list_shards([text])
+    assert "pa55word" not in str(error.value)
+
+
+def test_variables_of_commands_are_accepted():
+    commands = [
+        'pipe:curl -u "me:$PASSWORD" https://h/0.tar',
+        'pipe:curl -H "Authorization: Bearer $TOKEN" https://h/0',
+    ]
+    assert urls(*commands) == commands
+
+
 def test_nothing_given(tmp_path: Path):
     with pytest.raises(DataError, match="no shards are listed"):
         list_shards([])
@@ -109,9 +130,11 @@ def test_nothing_given(tmp_path: Path):
 
 
 def test_keys_of_s3(s3: S3Server):
-    for key in ("keys/b.tar", "keys/a.tar", "keys/deep/c.tar", "keys/a.txt"):
+    for key in ("keys/b.tar", "keys/a.tar", "keys/deep/c.tar", "keys/a.txt", "keys/x[1].tar", "keys/x1.tar"):
         s3.put(key, b"x")
     assert urls("s3://shards/keys/?.tar") == ["s3://shards/keys/a.tar", "s3://shards/keys/b.tar"]
-    assert urls("s3://shards/ke*.tar") == [f"s3://shards/keys/{name}.tar" for name in ("a", "b", "deep/c")]
+    assert urls("s3://shards/ke*/[abc].tar") == ["s3://shards/keys/a.tar", "s3://shards/keys/b.tar"], "as of paths"
+    assert urls("s3://shards/**/[abc].tar") == [f"s3://shards/keys/{name}.tar" for name in ("a", "b", "deep/c")]
+    assert urls("s3://shards/keys/x[1].tar") == ["s3://shards/keys/x[1].tar"], "a key that is there is no pattern"
     with pytest.raises(DataError, match=r"s3://shards/none\*: no key matches"):
         list_shards(["s3://shards/none*"])

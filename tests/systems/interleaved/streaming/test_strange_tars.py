@@ -184,6 +184,15 @@ def test_compressed_tar_is_refused_by_name(name: str, compress, tmp_path: Path, 
     assert index.main([str(tmp_path / "a.tar"), "--processes", "1"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert f"a.tar: compressed with {name}" in line
+    assert f"such as {name} -dc FILE" in line
+
+
+def test_files_about_an_image_are_no_images():
+    """gallery-dl writes FILE.jpg.json, and others captions as FILE.jpg.txt."""
+    members = [("a.jpg", JPEG), ("a.jpg.json", b"{}"), ("a.txt", b"words")]
+    result = build(memoryview(tar_of([*members, ("b.jpg", JPEG), ("b.jpg.txt", "\ufeffwords".encode())])))
+    assert result.documents["bad"].tolist() == [0, 0]
+    assert result.facts["passed_over"]["no known suffix"] == {".jpg.json": [1, 2]}
 
 
 def test_source_without_a_text_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -16,7 +16,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -80,7 +80,8 @@ def head(url: str, seconds: float) -> tuple[int, str | None]:
 
 
 def list_urls(pattern: str, seconds: float) -> list[str]:
-    """List the URLs that match a pattern with *, ? or [], sorted. Not for forked processes.
+    """List the URLs that match a pattern with *, ** , ? or [], sorted; a key of that very name matches alone.
+    Not for forked processes.
     Raises the errors of `read_range`."""
     scheme, bucket, key = split(pattern)
     if scheme == HUB:
@@ -90,7 +91,19 @@ def list_urls(pattern: str, seconds: float) -> list[str]:
     obstore, (store, _) = _import_obstore(pattern), _locate(f"{scheme}{bucket}/", seconds)
     with _translate_errors(pattern):
         keys = [meta["path"] for batch in obstore.list(store, prefix or None) for meta in batch]
-    return [f"{scheme}{bucket}/{name}" for name in sorted(keys) if fnmatch.fnmatchcase(name, key)]
+    if key in keys:
+        return [pattern]
+    patterns = key.split("/")
+    return [f"{scheme}{bucket}/{name}" for name in sorted(keys) if _matches(name.split("/"), patterns)]
+
+
+def _matches(names: Sequence[str], patterns: Sequence[str]) -> bool:
+    """Whether a path matches a pattern as in `glob`: `*` does not cross folders, `**` is any number of folders."""
+    if not names or not patterns:
+        return not names and not patterns
+    if patterns[0] == "**":
+        return _matches(names, patterns[1:]) or _matches(names[1:], patterns)
+    return fnmatch.fnmatchcase(names[0], patterns[0]) and _matches(names[1:], patterns[1:])
 
 
 def split(url: str) -> tuple[str, str, str]:
@@ -114,6 +127,8 @@ def _locate(url: str, seconds: float) -> tuple[Any, str]:
     scheme, bucket, key = split(url)
     if not re.fullmatch(r"[\w.-]+", bucket, re.ASCII) or not (key or url.endswith("/")):  # obstore would panic
         raise ConfigError(f"{url}: expected {scheme}BUCKET/KEY.")
+    if key.startswith("/"):  # obstore would read another object
+        raise ConfigError(f"{url}: keys that start with a slash are not supported. Rename the object.")
     _started_in.add(os.getpid())
     return _OPEN[scheme](bucket, f"{max(round(seconds * 1000), 1)}ms"), key
 

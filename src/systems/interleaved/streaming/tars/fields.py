@@ -6,6 +6,7 @@ The index records the mapping, so that indexing and training agree.
 import base64
 import binascii
 import json
+import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -221,8 +222,14 @@ def _values(content: bytes, entry: Entry) -> list[Any]:
             value = value[int(key)]
         else:
             return []
-    values = value if isinstance(value, list) else [] if value is None else [value]
+    values = value if isinstance(value, list) else [] if _is_missing(value) else [value]
+    values = [None if _is_missing(item) else item for item in values]
     return parts_of(values, entry.text) if entry.kind == MESSAGES else values
+
+
+def _is_missing(value: Any) -> bool:
+    """Whether a value is null, or the NaN that pandas writes for it."""
+    return value is None or (isinstance(value, float) and not math.isfinite(value))
 
 
 def _check_text(value: Any, entry: Entry) -> None:

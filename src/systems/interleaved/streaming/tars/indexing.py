@@ -265,20 +265,27 @@ class _Builder:
         return [*parts, *derived_parts], num_lost
 
     def _find_images(self, names: Sequence[str], places: Mapping[str, int], key: str) -> dict[str, int | None]:
-        """Match each image name in a JSON to a member: by its name after the key, its file name, or its position; in
-        messages, only those made up for images without a name by their position."""
-        matches = dict[str, int | None]()
+        """Match each image name in a JSON to a member: by its name after the key or its file name. If none of the names
+        is in the tar, numbered members match by their position. In messages, images without a name match by position.
+
+        The number of a file at an address, such as https://example.org/1.jpg, is not that of a member.
+        """
+        matches, foreign = dict[str, int | None](), set[str]()
         for name in names:
             base = name.rpartition("/")[2].lower()
-            matches[name] = places.get(base, places.get(base.removeprefix(f"{key}.")))
-        unknown = [name for name in matches if matches[name] is None and (not self.has_messages or name[0] == NO_NAME)]
+            if "://" in name and kind_and_position(base)[1] is not None:
+                foreign.add(name)
+            matches[name] = None if name in foreign else places.get(base, places.get(base.removeprefix(f"{key}.")))
+        unknown = [name for name, place in matches.items() if place is None]
+        if self.has_messages:
+            unknown = [name for name in unknown if name[0] == NO_NAME or name in foreign]
         positions = [(kind_and_position(ending), place) for ending, place in places.items()]
         numbered_images = sorted(
             (-1 if position is None else position, place)
             for (kind, position), place in positions
-            if kind == IMAGE and (place not in matches.values() if self.has_messages else position is not None)
+            if kind == IMAGE and place not in matches.values() and (self.has_messages or position is not None)
         )
-        if len(unknown) == len(numbered_images):
+        if len(unknown) == len(numbered_images) and (self.has_messages or len(unknown) == len(matches)):
             matches.update(zip(unknown, (place for _, place in numbered_images), strict=True))
         return matches
 
@@ -289,7 +296,7 @@ class _Builder:
         has_text = False
         try:
             for part, content in zip(texts, self._contents(texts), strict=True):
-                reason = unread_text(content.decode())
+                reason = unread_text(content.decode("utf-8-sig"))
                 has_text |= part.kind == TEXT and (not reason or (self.has_messages and reason == SPELLS_IMAGES))
                 if self.has_messages:
                     continue

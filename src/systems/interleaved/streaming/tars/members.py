@@ -44,6 +44,8 @@ _MAGIC_NUMBERS = {
     b"7z\xbc\xaf": "7z",
     b"\x1f\x9d": "compress",
 }
+_UNPACKERS = {"gzip", "bzip2", "xz", "zstd", "lz4"}
+"""Commands that unpack with -dc."""
 _PREFIX, _MAGIC = slice(345, 500), slice(257, 263)
 _AT_ONCE = 1 << 15
 """Headers checked per batch."""
@@ -120,7 +122,8 @@ def scan(tar: memoryview) -> Members:
             cut=Cut(
                 f"compressed with {compression}",
                 0,
-                'Unpack it, or give "pipe:COMMAND" that does, such as gzip -dc FILE.',
+                'Unpack it, or give "pipe:COMMAND" that does'
+                + (f", such as {compression} -dc FILE." if compression in _UNPACKERS else "."),
             )
         )
     entries, trailing, cut = _walk(tar)
