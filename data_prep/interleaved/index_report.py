@@ -100,11 +100,10 @@ def require_documents(results: Sequence[Indexed]) -> None:
                 )
     if bad.total() == documents:
         reasons = "; ".join(f"{reason}: {count}" for reason, count in bad.items()) or "the tars are empty"
-        advice = 'Name their text with --fields, such as \'{"text": "json:caption"}\'.'
-        raise DataError(
-            f"{where}: none of {documents} documents can be read ({reasons}). "
-            f"{unread} {f'The first: {problem}' if problem else advice}"
-        )
+        advice = f"The first: {problem}" if problem else ""
+        if not problem and tar_index.REASONS[tar_index.NO_TEXT] in bad:
+            advice = 'Name their text with --fields, such as \'{"text": "json:caption"}\'.'
+        raise DataError(f"{where}: none of {documents} documents can be read ({reasons}). {unread} {advice}".rstrip())
 
 
 def lines(results: Sequence[Indexed]) -> list[str]:

@@ -59,11 +59,23 @@ REASONS = (
     "its JSON does not have the mapped fields",
     "its messages are not a conversation that ends with an answer",
     "its messages have other images than the tar",
+    "none of its images is in the tar",
 )
 """Why a document is bad, by its number in the index."""
-GOOD, INCOMPLETE, TWICE, APART, NO_IMAGE, TOO_MANY_PIXELS, NO_TEXT, NOT_UTF8, NO_FIELDS, NO_CHAT, OTHER_IMAGES = range(
-    len(REASONS)
-)
+(
+    GOOD,
+    INCOMPLETE,
+    TWICE,
+    APART,
+    NO_IMAGE,
+    TOO_MANY_PIXELS,
+    NO_TEXT,
+    NOT_UTF8,
+    NO_FIELDS,
+    NO_CHAT,
+    OTHER_IMAGES,
+    LOST_IMAGES,
+) = range(len(REASONS))
 
 
 @dataclass

@@ -186,11 +186,11 @@ def test_members_of_a_document_with_other_json_are_counted_by_the_reason(tmp_pat
             {"texts": ["one"], "images": [{"image_name": "a.jpg", "matched_text_index": 1}]},
             "its JSON does not have the mapped fields",
         ),
-        ({"texts": ["one"], "images": ["data:image/png;base64,!"]}, "an image cannot be decoded"),
+        ({"texts": ["one"], "images": ["data:image/png;base64,!"]}, "none of its images is in the tar"),
         ({"texts": ["\ud800"], "images": []}, "its JSON does not have the mapped fields"),
         ({"texts": ["<image>"], "images": []}, "it has no text"),
         ({"texts": None}, "it has no text"),
-        ({"texts": ["one", None], "images": [None, "gone.jpg"]}, "an image cannot be decoded"),
+        ({"texts": ["one", None], "images": [None, "gone.jpg"]}, "none of its images is in the tar"),
         ({"texts": ["one", None], "images": [None, 7]}, "its JSON does not have the mapped fields"),
         ({"texts": True}, "its JSON does not have the mapped fields"),
         ("no object", "it has no text"),
@@ -213,6 +213,14 @@ def test_images_that_are_not_in_the_tar_are_counted(tmp_path: Path, capsys: pyte
     )
     assert "not read: 1 .json:, 0 bytes: an image that is not in the tar" in capsys.readouterr().out
     assert list_parts(build_data(tmp_path)) == ["one", 1]
+
+
+def test_documents_without_any_of_their_images_are_named_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    value = {"texts": ["one", None], "images": [None, "gone.jpg"]}
+    assert make(tmp_path, [("k.json", as_json(value))], {"image": "json:images", "text": "json:texts"}) == 1
+    error = capsys.readouterr().err
+    assert "none of its images is in the tar: 1" in error
+    assert "--fields" not in error
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from src.systems.interleaved.streaming.tar_index import (
     IMAGE,
     INCOMPLETE,
     KINDS,
+    LOST_IMAGES,
     METADATA,
     NO_CHAT,
     NO_FIELDS,
@@ -158,7 +159,7 @@ class _Builder:
         sizes = dict[int, tuple[int, int]]()
         if not bad:
             bad, sizes = self._measure(images)
-            bad = bad or (NO_IMAGE if lost_images and not images else GOOD)
+            bad = bad or (LOST_IMAGES if lost_images and not images else GOOD)
         self.documents.append((members.headers[numbers[0]], len(self.parts), len(parts), len(images), bad))
         for place, part in enumerate(parts):
             position = part.order[1] if part.order[0] == 0 else _NO_NUMBER + place

@@ -163,6 +163,12 @@ def test_an_endpoint_without_a_scheme_is_refused(address: str, monkeypatch: pyte
     assert "secret" not in str(error.value)
 
 
+def test_a_key_with_a_leading_slash_is_not_another_object(server: ObjectServer, monkeypatch: pytest.MonkeyPatch):
+    on_s3(server, monkeypatch)
+    with pytest.raises(objects.ConfigError, match="s3://shards//a.tar"):
+        objects.head("s3://shards//a.tar", 5)
+
+
 def test_an_endpoint_in_capitals_or_with_blanks_is_used(server: ObjectServer, monkeypatch: pytest.MonkeyPatch):
     shard = on_s3(server, monkeypatch)
     monkeypatch.setenv("AWS_ENDPOINT_URL", f" {server.endpoint.replace('http', 'HTTP')} ")
