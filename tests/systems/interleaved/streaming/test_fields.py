@@ -186,7 +186,7 @@ def test_members_of_a_document_with_other_json_are_counted_by_the_reason(tmp_pat
             {"texts": ["one"], "images": [{"image_name": "a.jpg", "matched_text_index": 1}]},
             "its JSON does not have the mapped fields",
         ),
-        ({"texts": ["one"], "images": ["data:image/png;base64,!"]}, "none of its images is in the tar"),
+        ({"texts": ["one"], "images": ["data:image/png;base64,!"]}, "an image cannot be decoded"),
         ({"texts": ["\ud800"], "images": []}, "its JSON does not have the mapped fields"),
         ({"texts": ["<image>"], "images": []}, "it has no text"),
         ({"texts": None}, "it has no text"),
