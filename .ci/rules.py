@@ -25,7 +25,7 @@ LEVELS: list[set[str]] = [
     {"src.support.library_output", "src.support.missing_package", "src.support.documents"},
     {"src.errors", "src.support.read_cache", "src.__init__"},
     {"src.experiments.batches", "src.experiments.dataset_protocols"},
-    {"src.support.parsing", "src.support.renaming"},
+    {"src.support.parsing", "src.support.renaming", "src.support.redaction"},
     {"src.files", "src.support.command_line", "src.support.served_page", "src.support.torch_settings"},
     {"src.experiments.config", "src.experiments.kinds"}
     | {f"src.support.{name}" for name in ("distributed", "flops", "patterns", "weights")},

@@ -15,11 +15,11 @@ from results.plot import PLOTS
 from results.table import render, tabulate
 from src.errors import DataError, print_errors
 from src.files import reading, sync_directory, writing
-from src.runs.code_version import SECRET_FILES
 from src.runs.lease import GUARD, LEASE
 from src.runs.store import EXP_DICT
 from src.support import documents
 from src.support.command_line import make_parser
+from src.support.redaction import SECRET_FILES
 from src.tables import results, run_arguments, statistics
 
 MAX_FILE_BYTES = 64_000_000

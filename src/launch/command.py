@@ -11,8 +11,8 @@ from pydantic import AfterValidator, Field, model_validator
 from src.errors import ConfigError, LaunchError
 from src.experiments.config import Config
 from src.launch.job import QUEUE_STOPPED, Job, LauncherConfig
-from src.runs.environment import SECRET_VALUE
 from src.runs.store import STATUS
+from src.support.redaction import SECRET_VALUE
 
 STOPPED_EXIT = 75
 """Exit code of a job that stopped gracefully and resumes when it is restarted: EX_TEMPFAIL of sysexits.h."""
@@ -66,7 +66,7 @@ _SHARING = {"--use_deepspeed", "--use_fsdp", "--multi_gpu", "--config_file"}
 
 # Names of likely secrets, unless the value is a number, a switch or a file; and values that look like secrets.
 _SECRET_NAME = re.compile(
-    r"(?:^|_)(?:API)?(?:KEY|CREDENTIALS?|AUTH|PASS)(?:$|_)|(?:TOKEN|SECRET|PASSWORD|PASSWD)(?:$|_)", re.IGNORECASE
+    r"(?:^|_)(?:API)?(?:KEY|CREDENTIALS?|AUTH|PASS|PWD)(?:$|_)|(?:TOKEN|SECRET|PASSWORD|PASSWD)(?:$|_)", re.IGNORECASE
 )
 _PASSWORD = re.compile("PASSWORD|PASSWD|SECRET", re.IGNORECASE)
 _HARMLESS = re.compile(r"\d{0,6}|true|false|yes|no|on|off", re.IGNORECASE)
@@ -83,7 +83,8 @@ def _looks_like_a_key(name: str, value: str) -> bool:
 
 def check_no_key(text: str) -> str:
     """Return `text`, a line of a job's script. Raises ValueError if part of it looks like a key."""
-    if SECRET_VALUE.search(text):
+    settings = re.findall(r"\b([A-Za-z_]\w*)=['\"]?([^\s;&|'\"$`]+)", text)
+    if SECRET_VALUE.search(text) or any(_looks_like_a_key(name, value) for name, value in settings):
         raise ValueError(
             "contains what looks like a key, which the job's files would expose. Export it where you submit."
         )

@@ -14,7 +14,8 @@ from typing import Any
 
 from src.errors import LaunchError
 from src.files import MANIFEST, defect, new_directory, reading
-from src.runs.code_version import SNAPSHOT, code_version, is_python_installation, looks_secret
+from src.runs.code_version import SNAPSHOT, code_version, is_python_installation
+from src.support.redaction import has_secret_name, secret_in
 
 MAX_FILE_BYTES = 20_000_000
 MAX_BYTES = 200_000_000
@@ -35,7 +36,8 @@ def take(root: Path, snapshots: Path, leave_out: Sequence[Path] = ()) -> Path:
     """Copy the code in `root` to <snapshots>/<digest>, unless that exists; return that folder.
 
     The code is the files that git tracks or would track, without Python environments; without git, all files outside
-    of `SKIPPED_FOLDERS`. Links are followed. Likely secrets (`looks_secret`) are excluded and logged. The digest is
+    of `SKIPPED_FOLDERS`. Links are followed. Likely secrets are excluded and logged: by their names, and files other
+    than modules also by their contents. The digest is
     over paths, modes, contents and the commit.
 
     leave_out: folders that are not code, such as save directories.
@@ -74,7 +76,7 @@ def _collect_files(root: Path, leave_out: Sequence[Path]) -> _CodeFiles:
     """Every file of the code, with its hash."""
     excluded_folders = [path.resolve() for path in leave_out]
     paths = dict(_git_files(root, excluded_folders) or _walk(root, "", excluded_folders, ()))
-    secret = sorted(name for name in paths if looks_secret(Path(name).name))
+    secret = sorted(name for name, path in paths.items() if has_secret_name(name) or _has_secret(path))
     if secret:
         more = f" and {len(secret) - MAX_NAMES} more" if len(secret) > MAX_NAMES else ""
         log.info("likely secrets, not copied for the jobs: %s%s", ", ".join(secret[:MAX_NAMES]), more)
@@ -97,6 +99,13 @@ def _collect_files(root: Path, leave_out: Sequence[Path]) -> _CodeFiles:
     if not files:
         raise LaunchError(f"{root}: contains no code to copy for the jobs. Are all its files ignored by .gitignore?")
     return files
+
+
+def _has_secret(path: Path) -> bool:
+    if path.suffix == ".py" or not path.is_file() or path.stat().st_size > MAX_FILE_BYTES:
+        return False
+    with reading(path, LaunchError):
+        return bool(secret_in(path, path.read_bytes()))
 
 
 def _check_size(path: Path, size: int, total: int) -> None:

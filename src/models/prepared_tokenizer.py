@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ def load(folder: Path, extra: Sequence[str] = ()) -> Any:
     except Exception as error:  # a damaged file can raise any Exception
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise DataError(f"{folder}: the tokenizer cannot be read ({reason[:200]}). Prepare it again.") from error
+    if isinstance(tokenizer.chat_template, dict):  # several, by name
+        tokenizer.chat_template = tokenizer.chat_template.get("default")
     tokenizer.add_special_tokens({"extra_special_tokens": [*extra]}, replace_extra_special_tokens=False)
     return tokenizer
 
@@ -58,8 +61,10 @@ def end_ids(tokenizer: Any) -> list[int]:
     ends, mark, after = [tokenizer.eos_token_id], "\x02", ""
     if not isinstance(tokenizer.chat_template, str):
         return ends
-    for content in (mark, [{"type": "text", "text": mark}]):  # templates of vision models read lists
-        talk = [{"role": "user", "content": content}, {"role": "assistant", "content": content}]
+    contents = mark, [{"type": "text", "text": mark}]  # templates of vision models read lists
+    turns = ("user", "assistant"), ("system", "user", "assistant")  # some templates require a system message
+    for content, roles in product(contents, turns):
+        talk = [{"role": role, "content": content} for role in roles]
         try:
             _, separator, after = tokenizer.apply_chat_template(talk, tokenize=False).rpartition(mark)
         except (TemplateError, TypeError, KeyError, IndexError, AttributeError, ValueError):

@@ -10,12 +10,12 @@ import subprocess
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import translate
 from pathlib import Path, PurePath
 from typing import Any
 
 from src.errors import RunError
 from src.files import MANIFEST, read_json, read_manifest, sample_digest, sha256
+from src.support.redaction import has_secret_name, looks_secret, secret_in
 
 MAX_DIFF_BYTES = 1_000_000
 """Size limit of a file in the patch, and of the patch. Larger files are listed by name, size and hash."""
@@ -26,45 +26,6 @@ _MAX_HASHED_BYTES = 100_000_000
 _GIT_SECONDS = 10.0
 SNAPSHOT = "snapshot.json"
 """File in a job's code snapshot: the `code_version` of the original."""
-SECRET_FILES = (
-    *(
-        ".env",
-        ".env.*",
-        "*.pem",
-        "*.key",
-        "*.p12",
-        "*.pfx",
-        ".netrc",
-        "_netrc",
-        "id_rsa*",
-        "id_ed25519*",
-        "id_ecdsa*",
-        "credentials*",
-    ),
-    *(
-        ".git-credentials",
-        ".pypirc",
-        ".npmrc",
-        "kaggle.json",
-        "*.env",
-        ".envrc",
-        ".htpasswd",
-        "service_account*.json",
-        "*.keytab",
-    ),
-    *("key.*", "keys.*", "*[_-]key", "*[_-]key.txt", "*[_-]key.json", "*[_-]keys.json", "*api[_-]key*", "authkey*"),
-)
-"""Names of files that are likely to contain secrets: their content is never recorded."""
-SECRET_WORDS = {"secret", "secrets", "token", "password", "passwords", "passwd", "apikey", "credential", "credentials"}
-"""Files with such a word in their name are likely secrets (wandb_token.txt, secrets.yaml), not modules (token.py)."""
-SECRET_MODULES = {"secret.py", "secrets.py", "credentials.py", "password.py", "passwords.py"}
-_SECRET_FOLDERS = {".ssh", ".aws", ".gnupg", ".kube", ".docker", "secrets", ".secrets", "credentials"}
-_IS_SECRET_FILE = re.compile("|".join(map(translate, SECRET_FILES)))
-_PRIVATE_KEY = b"PRIVATE KEY-----"
-_ACCESS_TOKEN = re.compile(
-    rb"\b(hf_[A-Za-z0-9]{34}|gh[pousr]_\w{36}|github_pat_\w{22,}|glpat-[\w-]{20}|sk-(proj-|ant-)?[\w-]{40,}|AKIA[0-9A-Z]{16}|xox[abp]-[\w-]{20,})"
-)
-"""Tokens of Hugging Face, GitHub, GitLab, OpenAI, Anthropic, AWS and Slack."""
 _UNKNOWN = {"commit": None, "branch": None, "dirty": None, "diff": None}
 _REPOSITORY_VARIABLES = (
     "GIT_DIR",
@@ -111,16 +72,6 @@ def code_version(root: Path, leave_out: Sequence[Path] = ()) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
         _add_version(facts, root, leave_out)
     return facts
-
-
-def looks_secret(name: str) -> bool:
-    """Whether a file with this name is likely to contain secrets."""
-    lower = name.lower()
-    if _IS_SECRET_FILE.match(lower) and not lower.endswith(".py"):
-        return True
-    if lower.endswith((".py", ".sh")):
-        return lower in SECRET_MODULES
-    return not SECRET_WORDS.isdisjoint(re.split(r"[^a-z0-9]+", lower))
 
 
 def is_python_installation(folder: Path) -> bool:
@@ -257,8 +208,11 @@ def _add_changes(
         "--stdin",
         text=b"".join(os.fsencode(name) + b"\0" for name in patch_names),
     )
-    for part in _parts(git, tree, inside, prefix):
-        changes.patch.append(part)
+    for name, part in _parts(git, tree, inside, prefix):
+        if reason := secret_in(Path(name), part):  # in lines that were removed
+            changes.omitted_files.append((name, reason))
+        else:
+            changes.patch.append((name, part))
     for name in repositories:
         _add_submodule(changes, git, name, tree_entries.get(name), prefix, leave_out)
 
@@ -333,8 +287,7 @@ def _is_left_out(top: Path, folder: PurePath, leave_out: Sequence[Path]) -> bool
 
 def _reason_to_omit(path: Path, name: str) -> str:
     """Why a changed file is not in the patch; "" if it is."""
-    parents = {part.lower() for part in PurePath(name).parts[:-1]}
-    if looks_secret(PurePath(name).name) or (parents & _SECRET_FOLDERS and path.suffix not in (".py", ".sh")):
+    if has_secret_name(name):
         return "its name looks like a secret"
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         facts = path.lstat()
@@ -344,11 +297,7 @@ def _reason_to_omit(path: Path, name: str) -> str:
             return f"more than {MAX_DIFF_BYTES} bytes"
         if not os.access(path, os.R_OK):
             return "unreadable"
-        content = path.read_bytes()
-        if path.suffix != ".py" and _PRIVATE_KEY in content:
-            return "it contains a private key"
-        if _ACCESS_TOKEN.search(content):
-            return "it contains an access token"
+        return secret_in(path, path.read_bytes())
     return ""
 
 

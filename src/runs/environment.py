@@ -18,6 +18,7 @@ from typing import Any
 
 from src.files import ROOT
 from src.runs.code_version import code_version
+from src.support.redaction import redact
 
 _GPU_SECONDS = 2.0
 
@@ -42,19 +43,6 @@ VARIABLES = (
     "EAI_RUN_INDEX",
     JOBS_PER_GPU,
 )
-_SECRET_WORDS = {
-    "key",
-    "apikey",
-    "token",
-    "secret",
-    "secrets",
-    "password",
-    "passwd",
-    "pwd",
-    "credential",
-    "credentials",
-    "auth",
-}
 _OTHER_ROOMS = {"launch", "operations", "serving", "sweeps", "tables"}
 """Folders of src without training code: they launch, serve or show trainings."""
 _EVALUATION = (
@@ -65,17 +53,6 @@ _EVALUATION = (
 """Starts of the names of modules that make validation data and scores."""
 _NO_EVALUATION = {"groups.py", "presets.py", "demo.py", "study.py", "speed.py", "model", "serving"}
 """Names of modules and folders of systems and of the evaluation that hold experiments, models or servers."""
-_IN_ADDRESS = re.compile(r"(\w+://)[^/\s@]+@")
-_HIDDEN = "***"
-SECRET_VALUE = re.compile(
-    r"\b(?:hf_|sk-|gh[pousr]_|github_pat_|glpat-|npm_|wandb_v\d_|AKIA|ASIA|AIza|xox[abprs]-)[\w-]{8,}"
-    r"|\beyJ[\w-]{10,}\.eyJ[\w-]{10,}|-----BEGIN [A-Z ]*PRIVATE KEY-----"
-    r"|://[^/\s:@]*:[^/\s@$]+@|https?://[^/\s:@$]{8,}@|\bAccountKey=[^\s;$'\"]"
-    r"|\bcurl\b[^|;&]*\s(?:-u|--user)[ =]*[^\s:]+:[^\s$'\"]"
-    r"|[?&](?:(?:access_)?token|sig|api_?key|X-Amz-Signature)=[^\s&$'\"]"
-    r"|(?i:\bauthorization)['\"]?\s*:\s*['\"]?\w+\s+[^\s$'\"]"
-)
-"""Values that are likely to be secrets, also within an address or a command."""
 
 
 def describe(command: Sequence[str], leave_out: Sequence[Path] = ()) -> dict[str, Any]:
@@ -145,28 +122,6 @@ def _digest(root: Path, includes: Callable[[Path], bool]) -> str:
     return digest.hexdigest()[:16]
 
 
-def hide_password(address: str) -> str:
-    """`address` without its user and password, even if it is malformed."""
-    return re.sub(r"(\w+://)?\S*@", rf"\1{_HIDDEN}@", address)
-
-
-def redact(command: Sequence[str]) -> list[str]:
-    """`command` with secrets hidden: `--api_key x`, `--api_key=x`, `WANDB_API_KEY=x`, `https://user:x@host`."""
-    shown_words: list[str] = []
-    hide_next = False
-    for word in command:
-        name, equals, _ = word.partition("=")
-        if hide_next and not word.startswith("--"):
-            shown_words.append(_HIDDEN)
-        elif equals and _is_secret(name):
-            shown_words.append(f"{name}={_HIDDEN}")
-        else:
-            shown_word = _IN_ADDRESS.sub(rf"\1{_HIDDEN}@", word)
-            shown_words.append(_HIDDEN if SECRET_VALUE.search(shown_word) else shown_word)
-        hide_next = word.startswith("-") and not equals and _is_secret(word)
-    return shown_words
-
-
 def installed_packages(paths: Iterable[str]) -> dict[str, str]:
     """Name -> version of every installed distribution, from metadata folder names: faster than opening 200 files."""
     packages: dict[str, str] = {}
@@ -192,11 +147,6 @@ def gpu_names() -> list[str]:
         text = _output(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], _GPU_SECONDS)
         names = [line.strip() for line in (text or "").splitlines() if line.strip()]
     return names
-
-
-def _is_secret(name: str) -> bool:
-    words = re.split(r"[^a-z0-9]+", name.lower())
-    return any(word in _SECRET_WORDS for word in words)
 
 
 def _output(command: list[str], timeout_seconds: float) -> str | None:

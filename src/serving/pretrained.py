@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from src.data.parts import leaf_configs
+from src.data.text.tokenizers import default_template
 from src.errors import CheckpointError, ConfigError
 from src.experiments.config import Places
 from src.experiments.interfaces import load_experiment
@@ -100,7 +101,9 @@ def load_pretrained(source: Path, places: Places) -> tuple[Any, Any]:
             )
             if missing := sorted(report["missing_keys"]):
                 raise ConfigError(f"{len(missing)} weights are missing, such as {missing[0]}")
-        return model.eval(), AutoTokenizer.from_pretrained(str(source), **options)
+        tokenizer = AutoTokenizer.from_pretrained(str(source), **options)
+        tokenizer.chat_template = default_template(tokenizer)
+        return model.eval(), tokenizer
     except Exception as error:  # noqa: BLE001  transformers can raise any exception for a damaged file
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")[:300]
         advice = f"Name {SOURCE}." if source.exists() else how_to_get(str(source), places.data)

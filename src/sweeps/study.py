@@ -87,6 +87,7 @@ class Study:
             RunError: the disk refuses.
         """
         import optuna
+        from sqlalchemy.engine import URL
         from sqlalchemy.exc import DatabaseError
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -98,7 +99,7 @@ class Study:
         with directory_lock(self.folder), writing(file):
             try:
                 self.storage = optuna.storages.RDBStorage(
-                    f"sqlite:///{file.resolve()}",
+                    URL.create("sqlite", database=str(file.resolve())).render_as_string(),
                     engine_kwargs={"connect_args": {"timeout": LOCK_SECONDS}},
                     heartbeat_interval=HEARTBEAT_SECONDS,
                     grace_period=STALE_SECONDS,

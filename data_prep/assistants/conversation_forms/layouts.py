@@ -49,8 +49,10 @@ def _messages_in(row: Row, where: str, name: str, *others: str, role: str = "use
 
 
 def _tools(row: Row, where: str) -> Row:
-    """{"tools"} of a row; empty if it has no tools."""
-    tools = column_if_any(row, "tools", where)
+    """{"tools"} of a row, or of its "functions" as OpenAI had them before; empty if it has no tools."""
+    tools, functions = column_if_any(row, "tools", where), row.get("functions")
+    if not tools and isinstance(functions, list):
+        tools = [{"type": "function", "function": function} for function in functions]
     return {"tools": tools} if tools else {}
 
 

@@ -81,8 +81,9 @@ def column_if_any(row: Row, name: str, where: str, *others: str) -> Any:
     Raises:
         DataError: another column has almost the same name.
     """
+    existing = [each.lower() for each in row]
     if not any(each in row for each in (name, *others)) and any(
-        get_close_matches(each, row, n=1, cutoff=_ALMOST_EQUAL) for each in (name, *others)
+        get_close_matches(each, existing, n=1, cutoff=_ALMOST_EQUAL) for each in (name, *others)
     ):
         raise missing_column(row, name, where, *others)
     return next((row[each] for each in (name, *others) if row.get(each) is not None), None)
@@ -167,8 +168,10 @@ def messages_of(value: Any, where: str, role: str = "user") -> list[Row]:
 
 
 def with_system(row: Row, messages: list[Row], where: str) -> list[Row]:
-    """The messages, after the text of column "system" if they do not begin with a system message."""
-    text = text_of(row, "system", where) if column_if_any(row, "system", where) else ""
+    """The messages, after the text of column "system" or "system_prompt" if they do not begin with a system message."""
+    text = column_if_any(row, "system", where, "system_prompt") or ""
+    if not isinstance(text, str):
+        raise DataError(f"{where}: column 'system': expected text, got {type(text).__name__}.")
     if not text or (messages and messages[0]["role"] == "system"):
         return messages
     return [{"role": "system", "content": text}, *messages]

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from src.data.text.tokenizers import SafeTokenizer
+from src.data.text.tokenizers import SafeTokenizer, is_control
 from src.errors import DataError
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class SpanEncoder:
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast") -> None:
         self.safe = SafeTokenizer(tokenizer)
-        tokens = [token for token in tokenizer.added_tokens_decoder.values() if token.special]
+        tokens = [token for token in tokenizer.added_tokens_decoder.values() if is_control(token)]
         names = sorted((str(token) for token in tokens), key=lambda name: (-len(name), name))
         self._strip_behind = {str(token) for token in tokens if token.rstrip}
         self._strip_before = {str(token) for token in tokens if token.lstrip}

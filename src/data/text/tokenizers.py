@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _BATCH = 256
+_CONTROL_NAME = re.compile(r"<[|\uff5c].+[|\uff5c]>")
 _FALLBACK_BYTE = re.compile("<0x[0-9A-F]{2}>")
 _PROBE = "a b  C\n\t1.5 \u00c4\u6f22\U0001f600 end "
 
@@ -69,9 +70,20 @@ def load(source: str | Path, extra: Sequence[str] = (), end_token: str | None = 
             )
         tokenizer.eos_token = end_token
     _end_id(tokenizer, source)
-    tokenizer.chat_template = _processor_template(source) or tokenizer.chat_template
+    tokenizer.chat_template = _processor_template(source) or default_template(tokenizer)
     tokenizer.add_special_tokens({"extra_special_tokens": [*extra]}, replace_extra_special_tokens=False)
     return tokenizer
+
+
+def default_template(tokenizer: Any) -> str | None:
+    """The chat template of a tokenizer; the one named "default" of several, as of Command R and Hermes."""
+    template = tokenizer.chat_template
+    return template.get("default") if isinstance(template, dict) else template
+
+
+def is_control(token: Any) -> bool:
+    """Whether an added token is a control token: by its settings, or by its name, such as DeepSeek's <｜User｜>."""
+    return bool(token.special or _CONTROL_NAME.fullmatch(str(token)))
 
 
 def _processor_template(source: str | Path) -> str | None:
@@ -121,7 +133,7 @@ def control_ids(tokenizer: "PreTrainedTokenizerFast") -> list[int]:
     return [
         index
         for index, token in tokenizer.added_tokens_decoder.items()
-        if token.special and index != tokenizer.eos_token_id
+        if is_control(token) and index != tokenizer.eos_token_id
     ]
 
 
@@ -182,18 +194,27 @@ class SafeTokenizer:
     def __init__(self, tokenizer: "PreTrainedTokenizerFast") -> None:
         from tokenizers import Tokenizer
 
-        self._backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        added_tokens = tokenizer.added_tokens_decoder
+        self._controls = {str(token): index for index, token in added_tokens.items() if is_control(token)}
+        settings = tokenizer.backend_tokenizer.to_str()
+        if any(str(token) in self._controls and not token.special for token in added_tokens.values()):
+            raw = json.loads(settings)
+            raw["added_tokens"] = [
+                {**token, "special": token["special"] or token["content"] in self._controls}
+                for token in raw["added_tokens"]
+            ]
+            settings = json.dumps(raw)
+        self._backend = Tokenizer.from_str(settings)
         self._backend.no_padding()
         self._backend.no_truncation()
         self._backend.encode_special_tokens = True
-        self._controls = {str(token): index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
         _split_spelled_controls(self._backend, self._controls)
         self._inner = _inner_backend(self._backend)
         self._continuing = _continuing_backend(self._backend)
         pad = tokenizer.pad_token_id
         self.eos_id = _end_id(tokenizer, tokenizer.name_or_path)
         self.pad_id = pad if isinstance(pad, int) else self.eos_id
-        self.start: list[int] = _start_ids(tokenizer)
+        self.start: list[int] = start_ids(tokenizer)
         self.chat: tuple[tuple[str, ...], tuple[str, ...]] | None = _chat_pieces(
             tokenizer, [*self._controls], bool(self.start)
         )
@@ -337,7 +358,7 @@ def _chat_pieces(
     return pieces(before), pieces(after)
 
 
-def _start_ids(tokenizer: "PreTrainedTokenizerFast") -> list[int]:
+def start_ids(tokenizer: "PreTrainedTokenizerFast") -> list[int]:
     """Ids that the tokenizer prepends to every sequence, such as Llama's <s>; often empty."""
     ids = list(tokenizer("")["input_ids"])
     if ids and ids[-1] == tokenizer.eos_token_id != tokenizer.bos_token_id:

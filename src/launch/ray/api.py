@@ -12,6 +12,7 @@ from typing import Any
 from src.errors import LaunchError
 from src.launch.job import NoAnswer, retry_until_answered
 from src.support.parsing import parse_json
+from src.support.redaction import hide_password
 
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
 ADDRESS = re.compile(r"https?://[^\s/@?#]+(/[^\s?#]*)?")
@@ -42,9 +43,21 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 def find_address(setting: str) -> str:
     """The address in `setting` or in Ray's variables, without a final slash.
-    GCS addresses such as host:6379 are skipped."""
-    candidates = [setting, *(os.environ.get(name, "") for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"))]
-    return next((address for address in candidates if ADDRESS.fullmatch(address)), DEFAULT_ADDRESS).rstrip("/")
+    GCS addresses such as host:6379 are skipped.
+
+    Raises:
+        LaunchError: a variable has an address of HTTP with a user, a password or more than a path.
+    """
+    for name in () if setting else ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"):
+        address = os.environ.get(name, "").strip()
+        if ADDRESS.fullmatch(address):
+            return address.rstrip("/")
+        if re.match(r"https?:|.*@", address, re.IGNORECASE):
+            raise LaunchError(
+                f"{name}: expected http://HOST:PORT of Ray's dashboard, without a user or a password, "
+                f"got {hide_password(address)!r}."
+            )
+    return (setting or DEFAULT_ADDRESS).rstrip("/")
 
 
 def call_api(

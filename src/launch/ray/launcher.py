@@ -14,9 +14,10 @@ from src.files import write_atomic, writing
 from src.launch.command import INTERRUPTED_EXIT, STOP_AFTER_FAILURES, STOPPED_EXIT, QueueConfig, shell_line
 from src.launch.job import Job, Note, SchedulerState
 from src.launch.ray.api import ADDRESS, Refusal, brief, call_api, find_address
-from src.runs.environment import JOBS_PER_GPU, hide_password
+from src.runs.environment import JOBS_PER_GPU
 from src.runs.lease import LEASE, STALE_SECONDS
 from src.runs.store import STATUS
+from src.support.redaction import hide_password
 
 _END_STATUSES = ("SUCCEEDED", "FAILED", "STOPPED")
 _RAY_FIELDS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "mem_gb"}

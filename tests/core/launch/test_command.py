@@ -15,7 +15,16 @@ import pytest
 
 from src.errors import ConfigError
 from src.experiments.config import load
-from src.launch.command import INTERRUPTED_EXIT, STOP_AFTER_FAILURES, STOPPED_EXIT, Config, Environment, Processes, argv
+from src.launch.command import (
+    INTERRUPTED_EXIT,
+    STOP_AFTER_FAILURES,
+    STOPPED_EXIT,
+    Config,
+    Environment,
+    Processes,
+    argv,
+    check_no_key,
+)
 from src.launch.job import Job
 from src.runs.store import SavedRun
 from tests import toy
@@ -444,6 +453,38 @@ class Fields(Config):
 def test_mistakes_in_a_job_config_are_named(raw: dict, message: str):
     with pytest.raises(ConfigError, match=message):
         load(Fields, raw, "x")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "export WANDB_API_KEY=0123456789abcdef0123456789abcdef01234567",
+        "MYSQL_PWD='hush hush' python",
+        "curl -u me:hush https://host",
+        "export URL=https://host/x?sig=hush",
+        "export STORE='AccountName=a;AccountKey=hush'",
+        "git clone https://longtoken@host/x",
+    ],
+)
+def test_keys_in_lines_of_a_job_are_refused(text: str):
+    with pytest.raises(ValueError, match="what looks like a key") as error:
+        check_no_key(text)
+    assert "hush" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "export WANDB_API_KEY=$(cat ~/.key)",
+        'export HF_TOKEN="$MINE"',
+        "docker run -u 1000:1000 image",
+        "export KEY_CACHE=1 TOKENIZERS_PARALLELISM=false PWD=/work/x",
+        "ssh user@host",
+        'curl -u "me:$PASSWORD" https://host',
+    ],
+)
+def test_lines_without_keys_are_accepted(text: str):
+    assert check_no_key(text) == text
 
 
 STATUS = """

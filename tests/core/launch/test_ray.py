@@ -293,6 +293,16 @@ def test_a_cluster_that_is_not_there(world: World, monkeypatch: pytest.MonkeyPat
     assert launcher.Config().scheduler() == "http://127.0.0.1:8265", "the address of the GCS is none of the dashboard"
 
 
+@pytest.mark.parametrize(
+    "address", ["https://me:hush@ray.example.com", "HTTP://ray.example.com:x", "https://host?x=1", "me:hush@host:8265"]
+)
+def test_an_address_that_cannot_be_used_is_not_ignored(address: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(LaunchError, match=r"^RAY_ADDRESS: ") as error:
+        launcher.Config().scheduler()
+    assert "hush" not in str(error.value)
+
+
 def test_a_server_that_says_nothing_is_given_up():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         config = launcher.Config(address=f"http://127.0.0.1:{silent.getsockname()[1]}", patience_seconds=0.4)

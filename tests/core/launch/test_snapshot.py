@@ -203,6 +203,21 @@ def test_files_that_look_like_keys_are_left_out_and_named(
     assert (" and 3 more" in logged) == with_git, "git names the hidden ones, too"
 
 
+def test_files_with_keys_are_left_out(root: Path, tmp_path: Path):
+    contents = {
+        "secrets/prod.json": "{}",
+        ".aws/config": "[default]",
+        "deploy.txt": "-----BEGIN RSA PRIVATE KEY-----\n",
+        "notes.md": "hf_" + "a1" * 17,
+        "plain.md": "hf_hub_download",
+    }
+    for name, content in contents.items():
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_text(content)
+    under_git(root)
+    assert names(snapshot.take(root, tmp_path / "snapshots")) - {".gitignore"} == CODE | {"plain.md"}
+
+
 def test_a_large_file_is_refused_by_name(root: Path, tmp_path: Path):
     with open(root / "weights.bin", "wb") as file:
         file.truncate(snapshot.MAX_FILE_BYTES + 1)

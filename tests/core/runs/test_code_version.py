@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from src.launch import snapshot
-from src.runs.code_version import MAX_DIFF_BYTES, SNAPSHOT, code_version, looks_secret
+from src.runs.code_version import MAX_DIFF_BYTES, SNAPSHOT, code_version
+from src.support.redaction import looks_secret
 
 BINARY = bytes(range(256)) * 10
 
@@ -222,6 +223,17 @@ def test_access_tokens_in_files_are_never_recorded(root: Path):
     facts = code_version(root)
     assert [each["name"] for each in facts["omitted"]] == ["conf0.yaml", "conf1.yaml", "conf2.yaml"]
     assert not any(token in str(facts) for token in tokens)
+
+
+def test_access_tokens_that_were_removed_are_never_recorded(root: Path):
+    token = "hf_" + "a1" * 17
+    write(root, {"changed.py": f"token = '{token}'\n", "gone.txt": f"{token}\n"})
+    commit(root)
+    write(root, {"changed.py": "token = None\n"})
+    (root / "gone.txt").unlink()
+    facts = code_version(root)
+    assert [each["name"] for each in facts["omitted"]] == ["changed.py", "gone.txt"]
+    assert token not in str(facts)
 
 
 def test_filters_and_checks_of_git_that_fail_hide_nothing(root: Path, tmp_path: Path):

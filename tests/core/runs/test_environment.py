@@ -8,6 +8,7 @@ import time
 import pytest
 
 from src.runs import environment
+from src.support.redaction import redact
 
 
 def test_everything_is_there_quickly_and_fits_json():
@@ -31,6 +32,7 @@ def test_everything_is_there_quickly_and_fits_json():
         (["--set", "model.auth=abc"], ["--set", "model.auth=***"]),
         (["--token", "--steps", "5"], ["--token", "--steps", "5"]),
         (["https://me:secret@host/x"], ["https://***@host/x"]),
+        (["pipe:curl -u me:secret URL", "https://host/x?X-Amz-Signature=secret"], ["***", "***"]),
         (
             ["--set", "data.context_tokens=2048", "--savedir_base", "monkey"],
             ["--set", "data.context_tokens=2048", "--savedir_base", "monkey"],
@@ -38,7 +40,7 @@ def test_everything_is_there_quickly_and_fits_json():
     ],
 )
 def test_secrets_in_the_command_are_hidden(command: list[str], expected_words: list[str]):
-    assert environment.redact(command) == expected_words
+    assert redact(command) == expected_words
 
 
 def test_only_listed_variables_are_recorded(monkeypatch: pytest.MonkeyPatch):

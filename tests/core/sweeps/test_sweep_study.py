@@ -39,6 +39,13 @@ def study(runs: Path, **changes: Any) -> Study:
     return OPEN[-1]
 
 
+def test_the_database_is_within_folders_of_any_name(tmp_path: Path):
+    runs = tmp_path / "a?mode=ro&x#y {z} %41"
+    study(runs)
+    assert [path.name for path in (runs / "sweeps").glob("*.sqlite")] == ["lr.sqlite"]
+    assert [path.name for path in tmp_path.iterdir()] == [runs.name]
+
+
 @pytest.fixture(autouse=True)
 def _no_connection_stays_open() -> Iterator[None]:
     yield

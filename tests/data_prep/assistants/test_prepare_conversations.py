@@ -388,7 +388,16 @@ def test_a_column_system_is_the_first_message(form: str, row: dict[str, Any]):
     talk = messages_of(form, row)
     assert talk[0] == ("user", "a")
     assert messages_of(form, {**row, "system": "s"}) == [("system", "s"), *talk]
+    assert messages_of(form, {**row, "system_prompt": "s"}) == [("system", "s"), *talk]
     assert messages_of(form, {**row, "system": ""}) == messages_of(form, {**row, "system": None}) == talk
+    with pytest.raises(DataError, match="'system'"):
+        messages_of(form, {**row, "System": "s"})
+
+
+def test_functions_of_openai_are_tools():
+    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    (converted,) = load_form("messages", "form").read({**row, "functions": [{"name": "add"}]}, "rows:1")
+    assert converted["tools"] == [{"type": "function", "function": {"name": "add"}}]
 
 
 def test_the_history_of_alpaca_is_earlier_turns():

@@ -210,7 +210,7 @@ class ConversationSamples:
                 there is no sample.
         """
         self.config, self.shuffle = config, config.shuffle
-        self.renderer = Renderer(tokenizer, templates.find(config.writing.template, tokenizer))
+        self.renderer = Renderer(tokenizer, templates.find(config.writing.template, tokenizer, config.writing.system))
         self._rows, self._seed = config.read(places, split), seed if split == "train" else None
         self.fingerprint, self._name = config.digest(places), str(places.data / config.corpus)
         self.content = config.content(places, split)

@@ -9,6 +9,7 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime
 from typing import Any, NoReturn
 
 from src.data.text.spans import Span, render_template
@@ -23,20 +24,11 @@ log = logging.getLogger(__name__)
 WHERE = "data.writing.template"
 _MARK = re.compile(f"{MASK}{MASK}m([0-9]+){MASK}")
 _GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
-_DATE = {
-    "%Y": "2025",
-    "%y": "25",
-    "%m": "01",
-    "%d": "01",
-    "%B": "January",
-    "%b": "Jan",
-    "%A": "Wednesday",
-    "%a": "Wed",
-    "%H": "00",
-}
+_DATE = datetime(2025, 1, 1)
+_CODES = [f"%{flag}{letter}" for flag in ("-", "") for letter in "aAbBcCdDeFgGhHIjklmMpPrRSTuUVwWxXyYzZ"]
 _FIXED_DATE = (
     "{%- macro strftime_now(format) -%}{{- format"
-    + "".join(f" | replace('{code}', '{text}')" for code, text in {**_DATE, "%M": "00", "%S": "00"}.items())
+    + "".join(f" | replace('{code}', '{_DATE.strftime(code)}')" for code in _CODES)
     + " -}}{%- endmacro -%}"
 )
 """A fixed date instead of today's: a training that resumes on another day must read the same tokens."""

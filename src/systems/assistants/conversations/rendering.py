@@ -11,6 +11,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Protocol
 
 from src.data.text.spans import Span, SpanEncoder
+from src.data.text.tokenizers import is_control
 from src.errors import DataError
 from src.systems.assistants.conversations.entries import Message
 
@@ -168,7 +169,7 @@ class Renderer(SpanEncoder):
 
 def require_controls(tokenizer: "PreTrainedTokenizerFast", tokens: Sequence[str], template: str) -> None:
     """Raises DataError if the vocabulary does not have all control tokens of a template."""
-    vocabulary = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    vocabulary = {str(token) for token in tokenizer.added_tokens_decoder.values() if is_control(token)}
     missing = [token for token in tokens if token not in vocabulary]
     if missing:
         raise DataError(

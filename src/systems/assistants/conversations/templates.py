@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from src.data.text.spans import Span
+from src.data.text.tokenizers import default_template, is_control, start_ids
 from src.errors import DataError
 from src.files import ROOT
 from src.systems.assistants.conversations.entries import Message, json_line
@@ -20,31 +21,55 @@ CONTROLS = {"oasst": OASST_TOKENS[:3], "chatml": CHATML_TOKENS}
 """Control tokens without which a template cannot be used."""
 _OASST = {"user": "<|prompter|>", "assistant": "<|assistant|>", "system": "<|system|>", "tool": "<|prompter|>"}
 NAMES = ("chatml", "oasst", "tokenizer")
-_ORIGINAL_TEMPLATE = "own_chat_template"
+_TEMPLATES = "chat_templates"
+"""Attribute of a tokenizer: its chat template as `find` has set it, and the original one."""
 
 
-def find(name: str, tokenizer: "PreTrainedTokenizerFast") -> Template:
-    """Return the named template, and set it as the tokenizer's, so that exports of the run write the same text.
+def find(name: str, tokenizer: "PreTrainedTokenizerFast", system: str | None = None) -> Template:
+    """Return the named template, and set it as the tokenizer's, so that exports of the run write the same text: with
+    the start tokens that the tokenizer adds, and with the message `system` in conversations without one.
 
     Raises:
         DataError: the tokenizer has no template or not all control tokens, or its template cannot be trained with.
     """
+    current, original = getattr(tokenizer, _TEMPLATES, (None, None))
+    if tokenizer.chat_template != current:
+        original = default_template(tokenizer)
+    template: Template
     if name in CONTROLS:
         require_controls(tokenizer, CONTROLS[name], name)
-        _set_source(tokenizer, name)
-        return ChatML() if name == "chatml" else OpenAssistant(str(tokenizer.eos_token))
-    source = getattr(tokenizer, _ORIGINAL_TEMPLATE, tokenizer.chat_template)
-    if not isinstance(source, str):
+        source = read_source(name)
+        template = ChatML() if name == "chatml" else OpenAssistant(str(tokenizer.eos_token))
+    elif not isinstance(original, str):
         raise DataError(f"{WHERE}: the tokenizer has no chat template. Use 'oasst' or 'chatml'.")
-    tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
-    return Jinja(source, tokens, [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special])
+    else:
+        source = original
+        controls = [str(token) for token in tokenizer.added_tokens_decoder.values() if is_control(token)]
+        tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
+        template = Jinja(source, tokens, controls)
+    if name in CONTROLS or tokenizer.chat_template != current:  # else an earlier call has set it
+        tokenizer.chat_template = _default_system(system) + _missing_start(template, tokenizer) + source
+        setattr(tokenizer, _TEMPLATES, (tokenizer.chat_template, original))
+    return template
 
 
-def _set_source(tokenizer: "PreTrainedTokenizerFast", name: str) -> None:
-    """Set the tokenizer's chat template. `find` still returns the original one for "tokenizer"."""
-    if tokenizer.chat_template is not None:
-        setattr(tokenizer, _ORIGINAL_TEMPLATE, getattr(tokenizer, _ORIGINAL_TEMPLATE, tokenizer.chat_template))
-    tokenizer.chat_template = read_source(name)
+def _default_system(text: str | None) -> str:
+    """Jinja source that puts a system message before conversations without one."""
+    if text is None:
+        return ""
+    message = f"{{'role': 'system', 'content': {json_line(text)}}}"
+    first = "messages[0]['role'] if messages else ''"
+    return f"{{%- if ({first}) != 'system' -%}}{{%- set messages = [{message}] + messages -%}}{{%- endif -%}}"
+
+
+def _missing_start(template: Template, tokenizer: "PreTrainedTokenizerFast") -> str:
+    """The start tokens that the tokenizer adds to each text, if the template does not write them."""
+    start = "".join(tokenizer.convert_ids_to_tokens(start_ids(tokenizer)))
+    try:
+        spans = template.spans([*template.opening, Message("user", "?")], answering=True)
+    except DataError:  # it requires other messages
+        return ""
+    return "" if "".join(span.text for span in spans).startswith(start) else start
 
 
 def read_source(name: str) -> str:

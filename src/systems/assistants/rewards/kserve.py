@@ -16,8 +16,8 @@ from importlib import import_module
 from typing import Any, NoReturn, Protocol, TypeGuard
 
 from src.errors import ConfigError, RunError
-from src.runs.environment import hide_password
 from src.support.parsing import parse_json
+from src.support.redaction import hide_password
 
 GRPC_PACKAGE = "requirements/serving.txt"
 INPUTS = ("input_ids", "attention_mask")

@@ -131,7 +131,8 @@ class Config(DatasetConfig):
             )
 
     def _renderer(self, tokenizer: "PreTrainedTokenizerFast") -> Renderer:
-        return Renderer(tokenizer, templates.find(self._conversations.writing.template, tokenizer))
+        writing = self._conversations.writing
+        return Renderer(tokenizer, templates.find(writing.template, tokenizer, writing.system))
 
     def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> Any:
         """The rollouts of the training split, or the conversations of another split.

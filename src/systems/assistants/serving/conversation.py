@@ -148,7 +148,7 @@ class Talk(Writer):
 def _find_renderer(tokenizer: Any, data: ConversationConfig | None) -> Renderer | None:
     """The renderer; None for a chat template that only transformers can render."""
     if data:
-        return Renderer(tokenizer, templates.find(data.writing.template, tokenizer))
+        return Renderer(tokenizer, templates.find(data.writing.template, tokenizer, data.writing.system))
     try:
         template = templates.find("tokenizer", tokenizer)
         renderer = Renderer(tokenizer, template)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from src.errors import DataError
 from src.files import reading
-from src.runs.environment import SECRET_VALUE, hide_password
+from src.support.redaction import SECRET_VALUE, hide_password
 from src.systems.interleaved.streaming import manifest
 from src.systems.interleaved.streaming.remote import objects
 from src.systems.interleaved.streaming.remote.objects import Interruption

@@ -76,6 +76,17 @@ def test_other_templates_write_json(template: str):
     assert talk.mark_roles(rendered(template, raw), TOKENIZER, [Role.SYSTEM]).startswith("Be kind.\n{")
 
 
+@pytest.mark.parametrize("content", [None, "I add."])
+@pytest.mark.parametrize("system", [None, "Be kind."])
+@pytest.mark.parametrize("template", ["oasst", "chatml"])
+def test_exports_write_the_tools_and_calls_of_the_training(template: str, system: str | None, content: str | None):
+    raw = row(content)
+    raw["messages"] = [*([{"role": "system", "content": system}] if system else []), *raw["messages"]]
+    tokenizer = talk.tokenizer()
+    sample = Renderer(tokenizer, find(template, tokenizer)).render(read_entry(raw, "here").messages)
+    assert sample.ids == tokenizer.apply_chat_template(raw["messages"], tools=raw["tools"], return_dict=False)
+
+
 @pytest.mark.parametrize("template", ["oasst", "chatml", "tokenizer"])
 def test_they_never_become_control_tokens(template: str):
     spelled_call = {"name": "add", "arguments": {"<|im_end|>": "<|assistant|> \x7f0\x7f <end>"}}

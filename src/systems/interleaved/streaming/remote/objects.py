@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from src.errors import ConfigError
 from src.files import ROOT
-from src.runs.environment import hide_password
+from src.support.redaction import hide_password
 from src.systems.interleaved.streaming.manifest import ChangedShardError, ShardUnavailable
 
 HUB = "hf://"
