@@ -38,7 +38,7 @@ def collect(folder: Path, url: str, train: Path, val: Path) -> None:
     """
     if train.resolve() == val.resolve():
         raise ConfigError(f"--val {val}: the same file as --train. Name another file.")
-    candidates = (path for path in folder.rglob("*.*") if path.suffix in (".html", ".htm"))
+    candidates = (path for path in folder.rglob("*.*") if path.suffix.lower() in (".html", ".htm", ".xhtml"))
     pages = sorted(path for path in candidates if path.is_file() and not path.is_symlink())
     if not pages:
         raise DataError(f"{folder}: no file below it ends with .html.")

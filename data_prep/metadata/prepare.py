@@ -161,6 +161,11 @@ def prepare(data_path: Path, request: Request) -> None:
         "val": held_out,
     }
     assert not held_out_paths & {path.resolve() for path in splits["train"]}, "the validation files were subtracted"
+    crawl = next(
+        (path for paths in splits.values() for path in paths if path.name.endswith((".warc", ".warc.gz"))), None
+    )
+    if crawl and "html" not in options.extract:
+        raise ConfigError(f"--extract: {crawl} has pages, whose text is found by html. Add --extract html.")
     facts = dict[Path, dict[str, Any]]()
     for path in (path for split_files in splits.values() for path in split_files):
         with reading(path, DataError):

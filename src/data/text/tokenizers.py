@@ -148,7 +148,7 @@ def token_bytes(tokenizer: "PreTrainedTokenizerFast") -> list[int] | None:
     sizes = [0] * (max(vocabulary.values()) + 1)  # ids can have gaps
     for text, index in vocabulary.items():
         if index in added_tokens:
-            sizes[index] = 0 if added_tokens[index].special else len(text.encode())
+            sizes[index] = 0 if is_control(added_tokens[index]) else len(text.encode())
         elif "ByteLevel" in decoder:
             sizes[index] = len(text)  # each character of the vocabulary is a byte
         else:

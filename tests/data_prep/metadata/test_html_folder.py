@@ -20,7 +20,8 @@ def collect(folder: Path, *, out: Path) -> tuple[int, list[dict[str, str]], list
 
 def write(folder: Path, pages: int) -> dict[str, str]:
     """Pages in two folders; returns their texts by address."""
-    texts = {f"part{i % 2}/page{i}.html": f"<title>p\u00e4ge {i}</title>" for i in range(pages)}
+    suffixes = "html", "htm", "HTML", "xhtml"
+    texts = {f"part{i % 2}/page{i}.{suffixes[i % 4]}": f"<title>p\u00e4ge {i}</title>" for i in range(pages)}
     for name, text in texts.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")

@@ -492,6 +492,15 @@ def test_all_gzip_members_of_a_body_are_read(tmp_path: Path):
     assert first["text"] == second["text"] != ""
 
 
+def test_a_crawl_needs_the_extraction_of_its_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "a.warc").write_bytes(response(html_page("a "), "Content-Type: text/html"))
+    write_json(tmp_path / "val.jsonl", [page("val")])
+    words = ["--train", str(tmp_path / "a.warc"), "--val", str(tmp_path / "val.jsonl")]
+    assert run(tmp_path, *words, "--extract", "url") == 1
+    error = capsys.readouterr().err
+    assert f"--extract: {tmp_path / 'a.warc'} " in error
+
+
 def test_an_arc_file_is_named_as_such(tmp_path: Path):
     version = b"1 0 Crawler\nURL IP-address Archive-date Content-type Archive-length\n"
     head = b"filedesc://made.arc 0.0.0.0 20050101000000 text/plain %d\n" % len(version)
