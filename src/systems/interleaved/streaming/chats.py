@@ -62,9 +62,8 @@ class ChatTokens(TextTokens):
         self.begin, self.end = [], []
         self._where, self._source = where, tokenizer.chat_template
         if not isinstance(self._source, str):
-            problem = f"several chat templates, {', '.join(self._source)}" if self._source else "no chat template"
             raise DataError(
-                f"{where}: {tokenizer.name_or_path or 'the tokenizer'} has {problem}. Use a model with a "
+                f"{where}: {tokenizer.name_or_path or 'the tokenizer'} has no chat template. Use a model with a "
                 "chat_template.jinja, or write one into its folder."
             )
         if "strftime_now" in self._source:
