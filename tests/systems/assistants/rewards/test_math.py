@@ -1,8 +1,12 @@
 """Answers compared as mathematics, by a process that may be ended."""
 
+import contextlib
 import gc
 import importlib.util
 import re
+import subprocess
+import sys
+from math import comb
 from pathlib import Path
 
 import psutil
@@ -169,6 +173,20 @@ def test_slow_answers_of_a_batch_share_one_limit():
     children = psutil.Process(process.pid).cpu_times()
     cores = len(psutil.Process().cpu_affinity())
     assert children.children_user + children.children_system < 2.0 * cores + 64 * 0.3 + 1
+
+
+@pytest.mark.slow
+def test_a_busy_machine_changes_no_verdict():
+    """The right answer takes about a second of processor time, and its share is a seventh of a core."""
+    expected = "+".join(f"{comb(60, k)}x^{{{k}}}" for k in range(61))
+    judge = Judge(4.0)
+    assert judge.agrees("1", "1")
+    busy = [sys.executable, "-c", "while True: pass"]
+    with contextlib.ExitStack() as stack:
+        for _ in range(6 * len(psutil.Process().cpu_affinity())):
+            process = stack.enter_context(subprocess.Popen(busy))
+            stack.callback(process.kill)
+        assert judge.agree([("(x+1)^{60}", expected), ("(x+1)^{61}", expected)]) == [True, False]
 
 
 @pytest.mark.slow
