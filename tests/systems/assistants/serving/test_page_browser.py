@@ -49,6 +49,7 @@ def command(folder: Path, runs: int) -> list[str]:
 def say(page: Page, text: str, enter: bool = False) -> None:
     """Send it once the page takes it: until an answer is whole, nothing is sent. enter: by that key, of which nobody
     sees whether it is."""
+    expect(page.get_by_role("button", name="Send")).to_be_enabled()
     page.locator("textarea").fill(text)
     if enter:
         page.locator("textarea").press("Enter")
