@@ -34,9 +34,9 @@ SECRET_FILES = (
     *("key.*", "keys.*", "*[_-]key", "*[_-]key.txt", "*[_-]key.json", "*[_-]keys.json", "*api[_-]key*", "authkey*"),
 )
 """Names of files that are likely to contain secrets: their content is never recorded."""
-SECRET_WORDS = {"secret", "secrets", "token", "password", "passwords", "passwd", "apikey", "credential", "credentials"}
+_FILE_WORDS = {"secret", "secrets", "token", "password", "passwords", "passwd", "apikey", "credential", "credentials"}
 """Files with such a word in their name are likely secrets (wandb_token.txt, secrets.yaml), not modules (token.py)."""
-SECRET_MODULES = {"secret.py", "secrets.py", "credentials.py", "password.py", "passwords.py"}
+_SECRET_MODULES = {"secret.py", "secrets.py", "credentials.py", "password.py", "passwords.py"}
 _SECRET_FOLDERS = {".ssh", ".aws", ".gnupg", ".kube", ".docker", "secrets", ".secrets", "credentials"}
 _IS_SECRET_FILE = re.compile("|".join(map(translate, SECRET_FILES)))
 _PRIVATE_KEY = b"PRIVATE KEY-----"
@@ -77,8 +77,8 @@ def looks_secret(name: str) -> bool:
     if _IS_SECRET_FILE.match(lower) and not lower.endswith(".py"):
         return True
     if lower.endswith((".py", ".sh")):
-        return lower in SECRET_MODULES
-    return not SECRET_WORDS.isdisjoint(re.split(r"[^a-z0-9]+", lower))
+        return lower in _SECRET_MODULES
+    return not _FILE_WORDS.isdisjoint(re.split(r"[^a-z0-9]+", lower))
 
 
 def has_secret_name(name: str) -> bool:

@@ -478,7 +478,7 @@ def test_keys_in_lines_of_a_job_are_refused(text: str):
         "export WANDB_API_KEY=$(cat ~/.key)",
         'export HF_TOKEN="$MINE"',
         "docker run -u 1000:1000 image",
-        "export KEY_CACHE=1 TOKENIZERS_PARALLELISM=false PWD=/work/x",
+        "export KEY_CACHE=1 TOKENIZERS_PARALLELISM=false PWD=/data/x",
         "ssh user@host",
         'curl -u "me:$PASSWORD" https://host',
     ],
